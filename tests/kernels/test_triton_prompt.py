@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.prompt.triton import triton_memory_logit, triton_rotary
+from gated_kernels.swa import triton as swa
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from liger_convert.mixers.memory_logit import MemoryLogit
@@ -80,3 +81,17 @@ def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
         assert triton_rotary(q.double(), k.double(), angle, angle) is None
         assert triton_memory_logit(q, normalizer.double(), q[0, 0], q[0, 0, :, 0], q[0, 0, :, 0]) is None
         assert triton_memory_logit(q, normalizer, q[0, 0], q[0, 0, :, 0], q[0, 0, :1, 0]) is None
+
+
+def test_only_with_gradients_an_op_goes_through_an_operator_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, called = swa._forward, []
+    monkeypatch.setattr(swa, "_forward", lambda *given: called.append(given) or operator(*given))
+    q, k = normal(B, T, H, D), normal(B, T, G, D)
+    with torch.no_grad():
+        found = swa.triton_swa(q, k, k, window_size=4, scale=0.2)
+    assert not called
+    wanted = swa.triton_swa(q, k, k, window_size=4, scale=0.2)
+    assert called
+    assert found is not None
+    assert wanted is not None
+    assert all(map(torch.equal, found, wanted))

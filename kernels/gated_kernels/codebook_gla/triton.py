@@ -19,12 +19,12 @@ from gated_kernels.codebook_gla import read
 from gated_kernels.common.gated_inputs import Sizes, first_state, is_per_head, unfit, unfit_options, with_mask_column
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.common.tiles import contiguous
+from gated_kernels.common.tracing import launches_at_once
 from gated_kernels.gla import triton as gla
 from gated_kernels.simple_gla import launch
 from gated_kernels.simple_gla import triton as simple_gla
 
 
-@torch.library.custom_op("gated_kernels::codebook_gla", mutates_args=())
 def forward(
     q: Tensor,
     k: Tensor,
@@ -55,7 +55,10 @@ def forward(
     return o, v.new_empty(0, dtype=torch.float32), last
 
 
-@forward.register_fake
+_forward = torch.library.custom_op("gated_kernels::codebook_gla", forward, mutates_args=())
+
+
+@_forward.register_fake
 def _(q: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     v, _, write_mask, state = given[8:12]
     normalizer = v.new_empty(0 if write_mask is None else q.shape[:3], dtype=torch.float32)
@@ -124,7 +127,7 @@ def _differentiate(ctx: Any, do: Tensor, dnormalizer: Tensor, dlast: Tensor) -> 
     return *grads, None if ctx.saved_tensors[10] is None else dlog_a, None, dstate, None, None
 
 
-forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def triton_codebook_gla(
@@ -160,12 +163,13 @@ def triton_codebook_gla(
     if unfit(device, *of_keys) or unfit_options(Sizes(B, T, H, G, F, V), device, *options):
         return None
     state = first_state(v_BTGV, F, write_mask_BTG, initial_state)
+    run = forward if launches_at_once(q_BTHD) else _forward
     parameters = *of_q, *of_k, codes_GFE
     if write_mask_BTG is None or is_per_head(log_a):
-        o, normalizer, last = forward(
+        o, normalizer, last = run(
             q_BTHD, k_BTGD, *parameters, v_BTGV, log_a, write_mask_BTG, state, segment_ids_BT, exclusive
         )
         return o, None if write_mask_BTG is None else normalizer, last
     v = with_mask_column(v_BTGV, write_mask_BTG)
-    o, _, last = forward(q_BTHD, k_BTGD, *parameters, v, log_a, None, state, segment_ids_BT, exclusive)
+    o, _, last = run(q_BTHD, k_BTGD, *parameters, v, log_a, None, state, segment_ids_BT, exclusive)
     return o[..., :-1], o[..., -1].float(), last

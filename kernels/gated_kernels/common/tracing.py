@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -25,6 +26,12 @@ def reads_no_values() -> bool:
     if not torch.cuda.is_initialized():
         return False
     return torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == 2
+
+
+def launches_at_once(x: Tensor) -> bool:
+    """Whether an op on `x` may launch its kernels itself. An operator of torch, which autograd and tracers need, takes
+    the host longer than ten operations."""
+    return not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and type(x) is Tensor
 
 
 def outside_of_graphs(function: Callable[..., Result], *args: Any, on_gpu: bool, **options: Any) -> Result:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.interpreter import INTERPRETED, rounded
 from gated_kernels.common.tiles import contiguous
+from gated_kernels.common.tracing import launches_at_once
 from gated_kernels.fused_step.arguments import EMPTY
 
 BLOCK = 32  # vectors
@@ -138,6 +139,6 @@ def triton_memory_logit(
 def _is_inference(*tensors: Tensor) -> bool:
     """Whether these are several tokens on a GPU, of dtypes that the kernels read, and an operation is run, without
     gradients, as soon as it is called. torch.compile fuses the operations itself."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (tensors[0].is_cuda or INTERPRETED.value):
+    if not (launches_at_once(tensors[0]) and (tensors[0].is_cuda or INTERPRETED.value)):
         return False
     return tensors[0].shape[1] > 1 and all(x.dtype in DTYPES and x.device == tensors[0].device for x in tensors)

@@ -29,6 +29,7 @@ from torch import Tensor
 from gated_kernels.common import chips
 from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.interpreter import INTERPRETED
+from gated_kernels.common.tracing import launches_at_once
 from gated_kernels.swa.kernels import backward_k_kernel, backward_q_kernel, forward_kernel
 
 SINKS = 16  # sinks in a block
@@ -260,7 +261,8 @@ def triton_swa(
     )
     why = _unsupported(*tensors, *contribution)
     if why is None:
-        return _forward(*tensors, *contribution, window_size, scale)
+        run = forward if launches_at_once(q_BTHD) else _forward
+        return run(*tensors, *contribution, window_size, scale)
     if not torch.compiler.is_compiling():
         _warn(why)
     return None
