@@ -261,7 +261,7 @@ def triton_swa(
     )
     why = _unsupported(*tensors, *contribution)
     if why is None:
-        run = forward if launches_at_once(q_BTHD) else _forward
+        run: Any = forward if launches_at_once(q_BTHD) else _forward
         return run(*tensors, *contribution, window_size, scale)
     if not torch.compiler.is_compiling():
         _warn(why)
