@@ -22,6 +22,7 @@ from transformers.utils import logging
 from liger_convert.mixers import SOFTMAX, make_spec
 from liger_convert.model.cache import LinearizedCacheLayer, StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
+from liger_convert.model.fused_norms import fusable_norms, with_fused
 from liger_convert.model.sequence import SequenceMetadata
 
 logger = logging.get_logger(__name__)
@@ -48,6 +49,7 @@ class Decoder:
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.softmax: list[StaticSoftmaxLayer] = []
+        self.norms: list[Any] = []
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
@@ -88,6 +90,7 @@ class Decoder:
                 self.softmax.append(cache.layers[i])
         for layer in self.linear:
             layer.softmax = self.softmax[0] if self.softmax else None
+        self.norms = fusable_norms([self.model]) if self.in_place else []
         in_torch = not self.in_place and self.model.device.type == "cpu"
         for attention, layer in zip(attentions, self.linear, strict=True):
             layer.to_static(attention.spec.cache_window, self.in_place or in_torch)
@@ -99,7 +102,7 @@ class Decoder:
                 layer.to_static(attention.spec.cache_window, in_place=False)
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
-        with static_steps(self._layers()):
+        with static_steps(self._layers()), with_fused(self.norms):
             metadata = SequenceMetadata.build(ids_B1, positions_B1, None, self.linear[0].positions, static=True)
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
             return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits

@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from gated_kernels.common.interpreter import INTERPRETED
-from gated_kernels.prompt.triton import triton_memory_logit, triton_rotary
+from gated_kernels.prompt.triton import triton_memory_logit, triton_rms_norm, triton_rotary
 from gated_kernels.swa import triton as swa
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from liger_convert.mixers.memory_logit import MemoryLogit
 
@@ -95,3 +96,19 @@ def test_only_with_gradients_an_op_goes_through_an_operator_of_torch(monkeypatch
     assert found is not None
     assert wanted is not None
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
+@pytest.mark.parametrize("size", [1, 24, 576, 1000])
+@torch.no_grad()
+def test_the_norm_is_that_of_llama(dtype: torch.dtype, size: int) -> None:
+    norm = LlamaRMSNorm(size, 1e-5).to(DEVICE, dtype)
+    norm.weight.copy_(1 + normal(size, dtype=dtype) / 4)
+    x = 3 * normal(5, 7, size, dtype=dtype)
+    x[0, 0] = 0
+    found, wanted = triton_rms_norm(x, norm.weight, 1e-5), norm(x)
+    assert found is not None
+    exact = norm.weight.double() * F.rms_norm(x.double(), (size,), eps=1e-5)
+    error = (wanted - exact).abs().max()
+    assert (found - exact).abs().max() <= 2 * error
+    assert dtype == FP32 or (found != wanted).float().mean() <= 0.02, "it rounds where Llama's does"

@@ -1,9 +1,9 @@
-"""Rotary embedding and the memory's logit in one Triton kernel each, for inference.
+"""Rotary embedding, the memory's logit and the RMS norm in one Triton kernel each, for inference.
 
-A prompt's time is that of the operations which the host starts. In torch these are 16 and 7.
+A prompt's time is that of the operations which the host starts. In torch these are 16, 7 and 8.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, C rotated channels. In a kernel: M vectors in
-a block, BD the power of two that holds D.
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size or size of what is normalized, C rotated
+channels. In a kernel: M vectors in a block, BD the power of two that holds D.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gated_kernels.fused_step.arguments import EMPTY
 
 BLOCK = 32  # vectors
 LARGEST = 256  # head size
+LARGEST_NORM = 16384  # size of what is normalized
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_WEIGHT, EMPTY_LOG = tl.constexpr(-1e4), tl.constexpr(EMPTY)
 
@@ -84,6 +85,18 @@ def logit_kernel(
     tl.store(logit + i, tl.where(log_normalizer <= EMPTY_LOG, NO_WEIGHT, found), mask=inside)
 
 
+@triton.jit
+def norm_kernel(x, weight, to, eps, D: tl.constexpr, BD: tl.constexpr):
+    """One row. The normalized values are rounded before they are scaled, as in Llama's norm."""
+    at = tl.program_id(0).to(tl.int64) * D
+    d = tl.arange(0, BD)
+    own = tl.load(x + at + d, mask=d < D, other=0.0)
+    wide = own.to(tl.float32)
+    normalized = rounded(wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps), own.dtype).to(tl.float32)
+    scale = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(to + at + d, rounded(scale * normalized, own.dtype), mask=d < D)
+
+
 def rotary(*given: Tensor) -> tuple[Tensor, Tensor]:
     q, k, cos, sin = contiguous(*given)
     (B, T, H, D), G, C = q.shape, k.shape[2], cos.shape[-1]
@@ -104,6 +117,16 @@ def memory_logit(q: Tensor, normalizer: Tensor, *parameters: Tensor) -> Tensor:
             *contiguous(q, normalizer, *parameters), logit, rows, D**-0.5, H=H, D=D, M=BLOCK, BD=next_power_of_2(D)
         )  # fmt: skip
     return logit
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x, D = x.contiguous(), x.shape[-1]
+    to, BD = torch.empty_like(x), next_power_of_2(D)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            warps = min(max(BD // 512, 1), 16)
+            norm_kernel[(x.numel() // D,)](x, weight.contiguous(), to, eps, D=D, BD=BD, num_warps=warps)
+    return to
 
 
 def triton_rotary(q_BTHD: Tensor, k_BTGD: Tensor, cos_BTC: Tensor, sin_BTC: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -134,6 +157,14 @@ def triton_memory_logit(
     if normalizer_BTH.shape != (B, T, H) or [x.shape for x in parameters] != [(H, D), (H,), (H,)]:
         return None
     return memory_logit(q_BTHD, normalizer_BTH, *parameters)
+
+
+def triton_rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+    """x / sqrt(mean(x^2) + eps), rounded to the dtype of x and then multiplied by the weight, over the last dimension.
+    None as with `triton_rotary`."""
+    if not _is_inference(x, weight_D) or weight_D.dtype != x.dtype or x.shape[-1] > LARGEST_NORM:
+        return None
+    return None if weight_D.shape != x.shape[-1:] else rms_norm(x, weight_D, eps)
 
 
 def _is_inference(*tensors: Tensor) -> bool:
