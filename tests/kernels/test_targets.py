@@ -209,6 +209,7 @@ def prompt_case(D: int, dtype: torch.dtype) -> None:
     prompt.rotary(q, k, angles, angles)
     normalizer, query = empty(B, T, H, dtype=FP32), empty(H, D, dtype=FP32)
     prompt.memory_logit(q, normalizer, query, query[:, 0], query[:, 0])
+    prompt.rms_norm(empty(B, T, H * D, dtype=dtype), empty(H * D, dtype=dtype), 1e-5)
 
 
 def fused_step_case(case: Case, in_pages: bool = False) -> None:

@@ -28,7 +28,7 @@ NO_WEIGHT, EMPTY_LOG = tl.constexpr(-1e4), tl.constexpr(EMPTY)
 
 @triton.jit
 def _rotate(x, cos, sin, to, rows, i, T, step, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    """Rows i of x [B,T,N,D]. A product is rounded before the sum, as torch does."""
+    """Rows i of x [B,T,N,D], computed in fp32 and rounded once, as in the fused step of decoding."""
     d = tl.arange(0, BD)
     token = i // N
     angle = token // T * step + token % T * C
@@ -41,14 +41,8 @@ def _rotate(x, cos, sin, to, rows, i, T, step, N: tl.constexpr, D: tl.constexpr,
     pair = tl.where((d < C // 2)[None, :], -pair, pair)
     c = tl.load(cos + angle[:, None] + d[None, :], mask=turned, other=1.0)
     s = tl.load(sin + angle[:, None] + d[None, :], mask=turned, other=0.0)
-    wide = own.to(tl.float32)
-    if c.dtype == own.dtype:
-        first = rounded(wide * c.to(tl.float32), own.dtype).to(tl.float32)
-        second = rounded(pair * s.to(tl.float32), own.dtype).to(tl.float32)
-    else:  # they promote to fp32
-        first = wide * c.to(tl.float32)
-        second = pair * s.to(tl.float32)
-    tl.store(to + at + d[None, :], rounded(first + second, own.dtype), mask=inside)
+    turned_own = own.to(tl.float32) * c.to(tl.float32) + pair * s.to(tl.float32)
+    tl.store(to + at + d[None, :], rounded(turned_own, own.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "T", "step", "of_q"])
@@ -162,14 +156,14 @@ def triton_memory_logit(
 def triton_rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
     """x / sqrt(mean(x^2) + eps), rounded to the dtype of x and then multiplied by the weight, over the last dimension.
     None as with `triton_rotary`."""
-    if not _is_inference(x, weight_D) or weight_D.dtype != x.dtype or x.shape[-1] > LARGEST_NORM:
+    if not _is_inference(x, weight_D, tokens=1) or weight_D.dtype != x.dtype or x.shape[-1] > LARGEST_NORM:
         return None
     return None if weight_D.shape != x.shape[-1:] else rms_norm(x, weight_D, eps)
 
 
-def _is_inference(*tensors: Tensor) -> bool:
-    """Whether these are several tokens on a GPU, of dtypes that the kernels read, and an operation is run, without
-    gradients, as soon as it is called. torch.compile fuses the operations itself."""
+def _is_inference(*tensors: Tensor, tokens: int = 2) -> bool:
+    """Whether these are so many tokens or more on a GPU, of dtypes that the kernels read, and an operation is run,
+    without gradients, as soon as it is called. torch.compile fuses the operations itself."""
     if not (launches_at_once(tensors[0]) and (tensors[0].is_cuda or INTERPRETED.value)):
         return False
-    return tensors[0].shape[1] > 1 and all(x.dtype in DTYPES and x.device == tensors[0].device for x in tensors)
+    return tensors[0].shape[1] >= tokens and all(x.dtype in DTYPES and x.device == tensors[0].device for x in tensors)
