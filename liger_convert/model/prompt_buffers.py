@@ -14,6 +14,8 @@ from torch import Tensor
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.sequence import Positions, SequenceMetadata
 
+GROUPS = ("ring", "sinks", "states")  # of a cache layer's tensors
+
 
 class Kind(NamedTuple):
     """What chunks must have in common to share graphs. is_new: whether they are the first of their prompt."""
@@ -25,7 +27,7 @@ class Kind(NamedTuple):
 class LayerState:
     """The cache of one layer at fixed addresses.
 
-    tensors: by group ("ring", "sinks", "states") and name. Rings have their full capacity W, with the newest token
+    tensors: by group, see GROUPS, and name. Rings have their full capacity W, with the newest token
     last. held: how many of a ring's tokens the prompt's own cache would hold. is_newer: whether the prompt's cache has
     yet to get these tensors.
     """
@@ -37,7 +39,7 @@ class LayerState:
 
     def write(self, layer: LinearizedCacheLayer) -> None:
         """Copies the tensors of `layer` to the fixed addresses. A ring with fewer tokens is filled with zeros."""
-        for group in ("ring", "sinks", "states"):
+        for group in GROUPS:
             for name, tensor in getattr(layer, group).items():
                 full = list(tensor.shape)
                 if group == "ring":
@@ -48,6 +50,11 @@ class LayerState:
                 if missing := full[1] - tensor.shape[1]:
                     into[:, :missing].zero_()
                 into[:, missing:].copy_(tensor)
+
+    def fits(self, layer: LinearizedCacheLayer) -> bool:
+        """Whether the tensors of `layer` can be copied here without a change of their dtype."""
+        given = [(group, name, x) for group in GROUPS for name, x in getattr(layer, group).items()]
+        return all(self.tensors.get((group, name), x).dtype == x.dtype for group, name, x in given)
 
     def as_cache(self, positions: Positions | None) -> LinearizedCacheLayer:
         """A cache layer of the tensors themselves; empty without positions."""

@@ -101,7 +101,7 @@ class PromptReader:
             return
         try:
             reason = self._why_plain(model)
-            self.status = "captured chunks" if reason is None else f"plain chunks: {reason}"
+            self.status = "plain chunks" if reason is None else f"plain chunks: {reason}"
             if reason is None:
                 self._cache, self._chunk = cache, chunk
             yield
@@ -140,14 +140,17 @@ class PromptReader:
             self.forget()
             self._snapshot, self._settings = ModuleSnapshot(linear.values()), settings
             self._failed = why_no_graphs(model, linear)
-            self._norms = {i: fusable_norms([layer]) for i, layer in linear.items()} if self._failed is None else {}
+            norms = set(fusable_norms(linear.values())) if self._failed is None else set()
+            self._norms = {i: [x for x in layer.modules() if x in norms] for i, layer in linear.items()}
         return self._failed
 
     def _kind(self, linear: dict[int, Any], cache: Any, metadata: SequenceMetadata) -> Kind | None:
         """The kind of a chunk; None if there are no graphs for it."""
         rows, tokens = metadata.position_BT.shape
         usual = metadata.order_BT is None and metadata.segment_ids_BT is None and not metadata.static
-        if self._failed is not None or not linear or not usual or rows > MOST_ROWS:
+        if rows > MOST_ROWS:
+            self.status = f"plain chunks: more than {MOST_ROWS} rows"
+        if self._failed is not None or not usual or rows > MOST_ROWS:
             return None
         positions = [cache.layers[i].positions for i in linear]
         if all(position is None for position in positions):
@@ -155,6 +158,8 @@ class PromptReader:
         if tokens != self._chunk or metadata.valid_BT is not None:
             return None
         if any(position is None or position.ring_position is not None for position in positions):
+            return None
+        if rows == self._rows and not all(self._states[i].fits(cache.layers[i]) for i in linear if i in self._states):
             return None
         return Kind(tokens, False)
 
@@ -164,6 +169,7 @@ class PromptReader:
     def _captured_layers(
         self, linear: dict[int, Any], cache: Any, metadata: SequenceMetadata, kind: Kind
     ) -> Iterator[None]:
+        self.status = "captured chunks"
         with torch.inference_mode(False), torch.no_grad():
             chunks = self._begin(linear, cache, metadata, kind)
         run = Run(linear, chunks, metadata.tokens)
@@ -268,12 +274,11 @@ class PromptReader:
             if i not in chunks.replays:
                 chunks.replays[i] = record(device_work, self._shared())
             chunks.replays[i]()
-        state.held, state.is_newer = (
-            min(state.cache_window, (0 if chunks.kind.is_new else state.held) + run.tokens),
-            True,
-        )
+        before = 0 if chunks.kind.is_new else state.held
+        state.held, state.is_newer = min(state.cache_window, before + run.tokens), True
         self._passed = x_BTC[:, start:]
-        return self._passed.clone() if i == max(run.linear) else self._passed
+        # others may keep what they get, and the next graph overwrites it
+        return self._passed if i + 1 in run.linear else self._passed.clone()
 
     def _past(self, i: int, layer: Any, chunks: Chunks) -> LinearizedCacheLayer:
         """The cache of layer `i` before the chunk, at fixed addresses; empty before the first one."""
@@ -358,6 +363,8 @@ def has_gpu(model: Any) -> bool:
 
 def why_no_graphs(model: Any, linear: dict[int, Any]) -> str | None:
     """The reason why no prompt of a model on a GPU can be read with graphs, or None."""
+    if not linear:
+        return "no layer is linearized"
     if not on_one_gpu(model):
         return "the model is on several devices"
     if (reason := why_not_captured(model)) is not None:

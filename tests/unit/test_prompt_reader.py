@@ -225,6 +225,35 @@ def test_another_thread_reads_without_the_graphs(model: Any, done: list[str]) ->
     assert_same_logits(first, read(model, graphs=False))
 
 
+def test_what_a_softmax_layer_gets_is_not_overwritten(model: Any, done: list[str]) -> None:
+    record_all(model, done)
+    given: list[torch.Tensor] = []
+    hook = model.model.layers[1].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    read(model, TOKENS[:, :5])
+    before = given[0].clone()
+    read(model, TOKENS.flip(1)[:, :5])
+    hook.remove()
+    assert torch.equal(given[0], before)
+    assert not torch.equal(given[0], given[1])
+
+
+def test_a_cache_in_another_dtype_is_not_cast(model: Any, done: list[str]) -> None:
+    record_all(model, done)
+    cache = DynamicCache()
+    read(model, TOKENS[:, :CHUNK], cache)
+    state = model.model.prompts._states[0]
+    assert state.fits(cache.layers[0])
+    cache.layers[0].states = {name: x.half() for name, x in cache.layers[0].states.items()}
+    assert not state.fits(cache.layers[0])
+
+
+def test_many_rows_are_read_without_graphs(model: Any, done: list[str]) -> None:
+    for _ in range(3):
+        read(model, TOKENS[:1].repeat(9, 1))
+    assert not done
+    assert model.prefilling == "plain chunks: more than 8 rows"
+
+
 def test_training_gives_the_memory_of_graphs_back(model: Any, done: list[str]) -> None:
     record_all(model, done)
     assert model.model.prompts._states
