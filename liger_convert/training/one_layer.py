@@ -175,12 +175,7 @@ class LayerTrainer(StageTrainer):
 
     objective: LayerObjective
 
-    def training_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         hidden = {"hidden": self.objective.read(inputs["input_ids"])}
         loss = super().training_step(model, inputs | hidden, num_items_in_batch)
         self.objective.write(self.fwd_bwd.copies if self.eager is None else self.objective.outputs)
