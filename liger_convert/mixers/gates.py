@@ -21,7 +21,7 @@ def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
     """
     dim = x_BTGD.shape[-1]
     if dim % size == 0:
-        pooled: Tensor = x_BTGD.unflatten(-1, (size, dim // size)).mean(-1, dtype=torch.float32)
+        pooled: Tensor = x_BTGD.float().unflatten(-1, (size, dim // size)).mean(-1)
         return pooled
     if size % dim == 0:
         return torch.cat([x_BTGD.float()] * (size // dim), -1)

@@ -337,7 +337,7 @@ class PromptReader:
         logger.warning_once(f"prompts are read more slowly than they could be, without CUDA graphs: {reason}")
 
     def forget(self) -> None:
-        """Drops all graphs and gives their memory back."""
+        """Drops all graphs, so that their memory can be used again."""
         self._snapshot, self._settings, self._failed, self._cache = None, (), None, None
         self._drop_graphs()
 
