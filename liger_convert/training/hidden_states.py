@@ -92,7 +92,7 @@ class HiddenStates:
             self._written.popleft().result()
         self._written.append(self._pool.submit(self._write, row, *self._to_host(x.detach())))
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until the background thread has nothing left to do. A failure is raised by the next call."""
         wait(self._written)
         if self._ahead is not None:

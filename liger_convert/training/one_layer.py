@@ -157,12 +157,12 @@ class LayerObjective(AlignObjective):
             self.after.write(self.first, output_BTC)
         self.outputs = ()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until no other thread uses the GPU for hidden states. It will again from the next `read` or `write`
         on."""
         for states in (self.before, self.after):
             if states is not None:
-                states.settle()
+                states.wait_until_idle()
 
     def flush(self) -> None:
         """Waits until the hidden states after the layer are on disk."""
@@ -185,7 +185,7 @@ class LayerTrainer(StageTrainer):
         return self.objective.outputs
 
     def _before_capture(self) -> None:
-        self.objective.settle()
+        self.objective.wait_until_idle()
 
 
 def attention_only(config: Any, number: int) -> Any:
