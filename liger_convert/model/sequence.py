@@ -111,8 +111,7 @@ class SequenceMetadata:
         self._inverse_BT = None if order_BT is None else order_BT.argsort(1)
         self.position_BT, self.valid_BT, self.segment_ids_BT = position_BT, valid_BT, segment_ids_BT
         self._windows: dict[tuple[int, int], WindowMetadata] = {}
-        self._write_masks: dict[tuple[int, int], Tensor] = {}
-        self._masks_of_heads: dict[tuple[int, int, int] | int, WriteMask] = {}
+        self._write_masks: dict[tuple[int, int, int] | int, WriteMask] = {}
         self._elsewhere: dict[Any, SequenceMetadata] = {}
 
     def to(self, device: Any, non_blocking: bool = False) -> SequenceMetadata:
@@ -207,25 +206,22 @@ class SequenceMetadata:
 
     def write_mask_on_eviction(self, window: WindowMetadata) -> Tensor:
         """bool [B,T]: whether the token that leaves the window at each new token is written to the memory."""
-        key = (window.cache_window, window.sink_count)
-        if key not in self._write_masks:
-            mask_BT = self.position_on_eviction(window) >= window.sink_count
-            if self.segment_ids_BT is not None and window.segment_ids_BS is not None:
-                mask_BT = mask_BT & (self._on_eviction(window.segment_ids_BS, window) == self.segment_ids_BT)
-            self._write_masks[key] = mask_BT
-        return self._write_masks[key]
+        mask_BT = self.position_on_eviction(window) >= window.sink_count
+        if self.segment_ids_BT is not None and window.segment_ids_BS is not None:
+            mask_BT = mask_BT & (self._on_eviction(window.segment_ids_BS, window) == self.segment_ids_BT)
+        return mask_BT
 
     def write_mask_of_heads(self, heads: int, window: WindowMetadata | None) -> WriteMask | None:
         """The write mask of a layer with so many key-value heads: of the tokens that leave `window`, or without one of
         the new tokens. None if there is no padding among these."""
         key = heads if window is None else (heads, window.cache_window, window.sink_count)
-        if key not in self._masks_of_heads:
+        if key not in self._write_masks:
             mask_BT = self.valid_BT if window is None else self.write_mask_on_eviction(window)
             if mask_BT is None:
                 return None
             mask_BT11 = mask_BT[:, :, None, None]
-            self._masks_of_heads[key] = WriteMask(mask_BT11.repeat(1, 1, heads, 1), ~mask_BT11)
-        return self._masks_of_heads[key]
+            self._write_masks[key] = WriteMask(mask_BT11.repeat(1, 1, heads, 1), ~mask_BT11)
+        return self._write_masks[key]
 
     def position_on_eviction(self, window: WindowMetadata) -> Tensor:
         """[B,T]: the position of the token that leaves the window at each new token; -1 if none does."""
