@@ -95,7 +95,7 @@ def check(side: Side, options: Options) -> dict[str, float]:
     text = _random_tokens(model, tokens, options)
     # with the size of the first measurement if that is enough, so that code is compiled once for both
     empty, parts = side.caches(max(tokens + steps, _room(options.lengths[0], options))), text.split(tokens // 2 + 1, 1)
-    for _ in range(UNCAPTURED_PROMPTS if options.device.type == "cuda" else 0):
+    for _ in range(_uncaptured(model, options)):
         prefill(model, empty(), parts[0])
     cache = empty()
     for part in parts:
@@ -141,6 +141,11 @@ def _past_windows(model: Any) -> int:
     return max((spec["window"] + spec["sinks"] for spec in _mixers(model)), default=0) + CHECKED
 
 
+def _uncaptured(model: Any, options: Options) -> int:
+    """How many prompts of a length a model reads before it replays graphs. The base has none."""
+    return UNCAPTURED_PROMPTS if options.device.type == "cuda" and hasattr(model, "prefilling") else 0
+
+
 def _room(tokens: int, options: Options) -> int:
     return tokens + 1 + options.steps
 
@@ -177,7 +182,7 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
     told = tokens if options.prefill else min(tokens, _past_windows(side.model))
     read, wrote = [], []
     try:
-        for _ in range(UNCAPTURED_PROMPTS - 1 if options.prefill and device.type == "cuda" else 0):
+        for _ in range(_uncaptured(side.model, options) - 1 if options.prefill else 0):
             prefill(side.model, empty(), _random_tokens(side.model, told, options))
         for repeat in range(options.repeats + 1):
             if repeat == 1 and device.type == "cuda":

@@ -49,7 +49,7 @@ class Decoder:
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.softmax: list[StaticSoftmaxLayer] = []
-        self.norms: list[Any] = []
+        self.norms = fusable_norms([model]) if self.in_place else []
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
@@ -90,7 +90,6 @@ class Decoder:
                 self.softmax.append(cache.layers[i])
         for layer in self.linear:
             layer.softmax = self.softmax[0] if self.softmax else None
-        self.norms = fusable_norms([self.model]) if self.in_place else []
         in_torch = not self.in_place and self.model.device.type == "cpu"
         for attention, layer in zip(attentions, self.linear, strict=True):
             layer.to_static(attention.spec.cache_window, self.in_place or in_torch)

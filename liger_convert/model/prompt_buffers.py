@@ -27,9 +27,9 @@ class Kind(NamedTuple):
 class LayerState:
     """The cache of one layer at fixed addresses.
 
-    tensors: by group, see GROUPS, and name. Rings have their full capacity W, with the newest token
-    last. held: how many of a ring's tokens the prompt's own cache would hold. is_newer: whether the prompt's cache has
-    yet to get these tensors.
+    tensors: by group, see GROUPS, and name. Rings have their full capacity W, with the newest token last. held: how
+    many of a ring's tokens the prompt's own cache would hold. is_newer: whether the prompt's cache has yet to get these
+    tensors.
     """
 
     def __init__(self, cache_window: int):
