@@ -41,8 +41,8 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
     "swa": chunk_swa,  # softmax attention over the last keys and the sinks
 }
 
-# The kernels of each library: op -> module and function. `fused_step`, `delta_rule_step`, `memory_logit`, `rms_norm`
-# and `rotary` have no torch op of their own. Where both libraries have kernels for an op, ours are asked first, and
+# The kernels of each library: op -> module and function. `fused_step`, `delta_rule_step`, and those of prompts and
+# projections have no torch op of their own. Where both libraries have kernels for an op, ours are asked first, and
 # fla-core's for what ours do not take.
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
@@ -50,7 +50,8 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
         for op in ("codebook", "codebook_gla", "delta_rule", "fused_step", "gla", "simple_gla", "swa")
     }
     | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")}
-    | {op: ("gated_kernels.prompt.triton", f"triton_{op}") for op in ("memory_logit", "rms_norm", "rotary")},
+    | {op: ("gated_kernels.prompt.triton", f"triton_{op}") for op in ("memory_logit", "rms_norm", "rotary")}
+    | {op: ("gated_kernels.projections.triton", f"triton_{op}") for op in ("projections", "swiglu")},
     # ours too, but separate until they were compared with float64 (`kernels/check_gpu.py`) and timed on a GPU
     "elementwise": {"elementwise": ("gated_kernels.elementwise.triton", "triton_elementwise")},
     "slots": {"slots": ("gated_kernels.slots.triton", "triton_slots")},

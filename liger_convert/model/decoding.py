@@ -22,7 +22,9 @@ from transformers.utils import logging
 from liger_convert.mixers import SOFTMAX, make_spec
 from liger_convert.model.cache import LinearizedCacheLayer, StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
-from liger_convert.model.fused_norms import fusable_norms, with_fused
+from liger_convert.model.fused_modules import with_forwards
+from liger_convert.model.fused_norms import fused_norms
+from liger_convert.model.fused_projections import fused_projections
 from liger_convert.model.sequence import SequenceMetadata
 
 logger = logging.get_logger(__name__)
@@ -49,7 +51,7 @@ class Decoder:
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.softmax: list[StaticSoftmaxLayer] = []
-        self.norms = fusable_norms([model]) if self.in_place else []
+        self.fused = {**fused_norms([model]), **fused_projections(model)} if self.in_place else {}
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
@@ -101,7 +103,7 @@ class Decoder:
                 layer.to_static(attention.spec.cache_window, in_place=False)
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
-        with static_steps(self._layers()), with_fused(self.norms):
+        with static_steps(self._layers()), with_forwards(self.fused):
             metadata = SequenceMetadata.build(ids_B1, positions_B1, None, self.linear[0].positions, static=True)
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
             return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits

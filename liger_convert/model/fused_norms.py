@@ -5,28 +5,29 @@ A family's module runs some eight kernels, which read and write the hidden state
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from gated_kernels.common.registry import kernel_for
 from torch import Tensor, nn
 
+from liger_convert.model.fused_modules import Forward, by_class
+
 ROUNDING = 8.0  # allowed difference in units of the last place, as the kernel adds up in another order
 SELDOM = 0.02  # the share of values in half precision that may be rounded otherwise for that reason
 
 
-def fusable_norms(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The norms below these modules that the kernel computes as they do.
+def fused_norms(roots: Iterable[nn.Module]) -> dict[nn.Module, Forward]:
+    """The norms below these modules that the kernel computes as they do, and what runs instead of their forward.
 
     Families differ in what they multiply by and where they round. So a norm of each class is tried on random numbers.
     This reads a value on the host.
     """
     if kernel_for("rms_norm") is None:
-        return []
-    found: list[nn.Module] = []
+        return {}
+    found: dict[nn.Module, Forward] = {}
     tried: dict[tuple[type, torch.dtype], bool] = {}
     for module in dict.fromkeys(module for root in roots for module in root.modules()):
         if "RMSNorm" not in type(module).__name__ or _eps(module) is None:
@@ -38,32 +39,15 @@ def fusable_norms(roots: Iterable[nn.Module]) -> list[nn.Module]:
         if kind not in tried:
             tried[kind] = _is_same(module, weight)
         if tried[kind]:
-            found.append(module)
+            found[module] = functools.partial(_forward, module)
     return found
-
-
-@contextlib.contextmanager
-def with_fused(norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which these norms run in the kernel, where it supports the call."""
-    norms = list(norms)
-    for norm in norms:
-        norm.forward = functools.partial(_forward, norm)
-    try:
-        yield
-    finally:
-        for norm in norms:
-            vars(norm).pop("forward", None)  # another thread may have done it
 
 
 def _forward(norm: nn.Module, x: Tensor) -> Tensor:
     found = _in_kernel(norm, x)
-    return _by_module(norm, x) if found is None else found
-
-
-def _by_module(norm: nn.Module, x: Tensor) -> Tensor:
-    """What the module's class computes; hooks do not run."""
-    output: Tensor = type(norm).forward(norm, x)
-    return output
+    if found is None:
+        found = by_class(norm, x)
+    return found
 
 
 def _in_kernel(norm: Any, x: Tensor) -> Tensor | None:
@@ -81,7 +65,7 @@ def _eps(norm: Any) -> float | None:
 def _is_same(norm: nn.Module, weight: Tensor) -> bool:
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(16, weight.shape[-1], device=weight.device, generator=generator).to(weight.dtype)
-    found, wanted = _in_kernel(norm, x), _by_module(norm, x)
+    found, wanted = _in_kernel(norm, x), by_class(norm, x)
     if found is None or wanted.dtype != found.dtype or wanted.shape != found.shape:
         return False
     if weight.dtype != torch.float32 and (found != wanted).float().mean() > SELDOM:

@@ -25,14 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from gated_kernels.common.registry import all_kernels
 from gated_kernels.common.tracing import reads_no_values
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from liger_convert.model.attention import LinearizedAttention, hand_on_metadata
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.cuda_graphs import SharedMemory, record, without_cached_casts, without_waiting
 from liger_convert.model.decoding import on_one_gpu, why_not_captured
-from liger_convert.model.fused_norms import fusable_norms, with_fused
+from liger_convert.model.fused_modules import Forward, with_forwards
+from liger_convert.model.fused_norms import fused_norms
 from liger_convert.model.module_snapshot import ModuleSnapshot
 from liger_convert.model.prompt_buffers import Chunks, Kind, LayerState
 from liger_convert.model.sequence import SequenceMetadata
@@ -66,7 +67,7 @@ class PromptReader:
         self._snapshot: ModuleSnapshot | None = None
         self._settings: tuple[Any, ...] = ()
         self._failed: str | None = None
-        self._norms: dict[int, list[Any]] = {}  # of each layer, those that run in a kernel
+        self._norms: dict[int, dict[nn.Module, Forward]] = {}  # of each layer, those that run in a kernel
         # the prompt that is being read
         self._cache: Any = None
         self._chunk = 0
@@ -140,8 +141,8 @@ class PromptReader:
             self.forget()
             self._snapshot, self._settings = ModuleSnapshot(linear.values()), settings
             self._failed = why_no_graphs(model, linear)
-            norms = set(fusable_norms(linear.values())) if self._failed is None else set()
-            self._norms = {i: [x for x in layer.modules() if x in norms] for i, layer in linear.items()}
+            norms = fused_norms(linear.values()) if self._failed is None else {}
+            self._norms = {i: {x: norms[x] for x in layer.modules() if x in norms} for i, layer in linear.items()}
         return self._failed
 
     def _kind(self, linear: dict[int, Any], cache: Any, metadata: SequenceMetadata) -> Kind | None:
@@ -258,7 +259,7 @@ class PromptReader:
             inputs = {**options, "position_embeddings": embeddings, "past_key_values": _Layers({i: past})}
             if "metadata" in kwargs:
                 inputs["metadata"] = chunks.metadata
-            with with_fused(self._norms[i]):
+            with with_forwards(self._norms[i]):
                 output_BTC = type(layer).forward(layer, x_BTC, attention_mask=None, position_ids=None, **inputs)
             if not isinstance(output_BTC, Tensor) or output_BTC.dtype != x_BTC.dtype:
                 raise RuntimeError("its layers return something else than hidden states of the dtype of their input")

@@ -31,6 +31,7 @@ from gated_kernels.fused_step import cases as step_cases  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
+from gated_kernels.projections import triton as projections  # noqa: E402
 from gated_kernels.prompt import triton as prompt  # noqa: E402
 from gated_kernels.simple_gla import launch  # noqa: E402
 from gated_kernels.swa import triton as swa  # noqa: E402
@@ -202,6 +203,18 @@ def slots_case(D: int) -> None:
         bf16.transposed_backward(*given, empty(B, T, heads, M), last)
 
 
+def projections_case(D: int) -> None:
+    """Layers with one input, with biases and without, a SwiGLU, and one layer; of batches in each size of block."""
+    (H, G), hidden, inner = HEADS[D], HEADS[D][0] * D, 8 * HEADS[D][0] * D // 3 // 16 * 16
+    q, kv = empty(hidden, hidden), empty(G * D, hidden)
+    for rows in (1, 32, 64):
+        x = empty(rows, hidden)
+        for biases in ([], [empty(hidden), empty(G * D), empty(G * D)]):
+            projections.linear(x, [q, kv, kv], biases, False)
+        projections.linear(x, [empty(inner, hidden)] * 2, [], True)
+        projections.linear(empty(rows, inner), [empty(hidden, inner)], [], False)
+
+
 def prompt_case(D: int, dtype: torch.dtype) -> None:
     (H, G), B, T = HEADS[D], 1, 4096
     q, k = (empty(B, T, n, D, dtype=dtype) for n in (H, G))
@@ -236,6 +249,7 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"gla {D} fp32": lambda: gla_case(D, FP32),
         f"prompt {D}": lambda: prompt_case(D, BF16),
         f"prompt {D} fp32": lambda: prompt_case(D, FP32),
+        f"projections {D}": lambda: projections_case(D),
         f"slots {D}": lambda: slots_case(D),
         f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),
         f"simple_gla {D} of codes": lambda: simple_gla_case(D, CODES, BF16),

@@ -11,7 +11,8 @@ from tiny_models import build
 from torch import Tensor, nn
 
 from liger_convert.model.families import FAMILIES
-from liger_convert.model.fused_norms import fusable_norms, with_fused
+from liger_convert.model.fused_modules import with_forwards
+from liger_convert.model.fused_norms import fused_norms
 
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3"}
 OTHERWISE = {"gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "starcoder2", "stablelm"}
@@ -44,7 +45,7 @@ def with_weights(family: str, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_that_multiply_or_round_otherwise_stay(family: str, dtype: torch.dtype, kernel: list[int]) -> None:
     model = with_weights(family, dtype)
-    norms = fusable_norms([model])
+    norms = fused_norms([model])
     if family in LIKE_LLAMA:
         assert {*model.model.layers[0].modules()} & {*norms}
         assert model.model.norm in norms
@@ -53,7 +54,7 @@ def test_norms_that_multiply_or_round_otherwise_stay(family: str, dtype: torch.d
     for norm in norms:
         x = torch.randn(3, norm.weight.shape[-1]).to(dtype)  # type: ignore[index]
         wanted, before = norm(x), len(kernel)
-        with with_fused(norms):
+        with with_forwards(norms):
             found = norm(x)
         assert len(kernel) == before + 1
         torch.testing.assert_close(found, wanted, rtol=8 * torch.finfo(dtype).eps, atol=0)
@@ -61,7 +62,7 @@ def test_norms_that_multiply_or_round_otherwise_stay(family: str, dtype: torch.d
 
 
 def test_without_a_kernel_no_norm_is_replaced() -> None:
-    assert not fusable_norms([build("llama", type="gla")])
+    assert not fused_norms([build("llama", type="gla")])
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, kernel: list[int]) -> None:
@@ -69,11 +70,11 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, ker
         return weight_D * x
 
     monkeypatch.setitem(registry._ASKED, "rms_norm", wrong)
-    assert not fusable_norms([with_weights("llama", torch.float32)])
+    assert not fused_norms([with_weights("llama", torch.float32)])
 
 
 def test_a_norm_that_was_replaced_stays(kernel: list[int]) -> None:
     model = with_weights("llama", torch.float32)
     model.model.norm.forward = lambda x: x
-    assert model.model.norm not in fusable_norms([model])
+    assert model.model.norm not in fused_norms([model])
     assert isinstance(model.model.norm, nn.Module)

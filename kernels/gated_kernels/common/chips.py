@@ -21,3 +21,9 @@ def multiplies_in_registers(device: torch.device) -> bool:
 def has_tensor_memory(device: torch.device) -> bool:
     """Whether accumulators of matrix products live in tensor memory: on sm_100."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+@functools.cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether the GPU has programmatic dependent launch: a kernel may begin while the one before it still runs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
