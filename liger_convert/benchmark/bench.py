@@ -39,6 +39,7 @@ from liger_convert.benchmark.sides import (
 from liger_convert.config.resources import PACKAGE
 from liger_convert.model import linear_layers
 from liger_convert.model.decoding import why_plain
+from liger_convert.model.quantization import store_in_8_bits
 from liger_convert.pipeline.manifest import machine
 from liger_convert.utils.device import out_of_memory
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
@@ -59,7 +60,8 @@ class Options:
 
     lengths: tokens of the prompts, ascending. steps: tokens decoded after each. repeats: prompts of each length.
     prefill: whether prompts are read; otherwise their caches are filled with noise. compiled: whether the base is also
-    measured compiled, which compiles it again for every length. mixer: of a shape's layers; None: gla.
+    measured compiled, which compiles it again for every length. mixer: of a shape's layers; None: gla. quantize: a key
+    of SCHEMES in model/quantization.py, for the weights of the model but not of its base; None: as they are.
     trust_remote_code: whether code that comes with a model may run.
     """
 
@@ -72,6 +74,7 @@ class Options:
     prefill: bool = True
     compiled: bool = True
     mixer: str | None = None
+    quantize: str | None = None
     trust_remote_code: bool = False
 
 
@@ -153,16 +156,16 @@ def _room(tokens: int, options: Options) -> int:
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Within the context, each module computes in float32. Only the weights of the running module are held twice."""
-    narrow: dict[nn.Parameter, Tensor] = {}
+    narrow: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
     def widen(module: nn.Module, args: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            narrow[parameter] = parameter.data
-            parameter.data = parameter.data.float()
+        narrow[module] = dict(module._parameters)
+        for name, parameter in narrow[module].items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_plain(parameter).float(), requires_grad=False)
 
     def restore(module: nn.Module, args: Any, output: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            parameter.data = narrow.pop(parameter)
+        module._parameters.update(narrow.pop(module))
 
     owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     hooks = [module.register_forward_pre_hook(widen) for module in owners]
@@ -172,6 +175,12 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _plain(parameter: Any) -> Tensor:
+    """The numbers that a parameter stands for, which may be stored in 8 bits."""
+    numbers: Tensor = parameter.dequantize() if hasattr(parameter, "qdata") else parameter.data
+    return numbers
 
 
 def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
@@ -251,6 +260,7 @@ def bench_models(
         "decoding": "plain steps",
         "prefilling": "plain chunks",
         "dtype": str(options.dtype).removeprefix("torch."),
+        "quantize": options.quantize,
         "batch_size": options.batch_size,
         "decode_steps": options.steps,
         "prompts": "read" if options.prefill else "filled",
@@ -276,6 +286,8 @@ def bench_models(
 
     report(0, total, "making the model")
     model = load()
+    if options.quantize is not None:
+        store_in_8_bits(model, options.quantize)
     if not options.prefill and not all(spec["window"] for spec in _mixers(model)):
         raise BadInput(f"--no-prefill: {source} has unlimited windows, whose tokens must be read; leave it out")
     linearized = getattr(model.config, "linearization", None) is not None

@@ -75,12 +75,18 @@ def work_of(model: Any) -> Work:
         if parameter is embedding and embedding is not head:
             continue
         of_experts = ".experts." in name
-        size += parameter.numel() * parameter.element_size() * (taken if of_experts else 1.0)
+        size += stored_bytes(parameter) * (taken if of_experts else 1.0)
         weights += parameter.numel() * taken if of_experts else 0.0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.weight is not head and ".experts." not in name:
             weights += module.weight.numel()
     return Work(size, weights, head.numel())
+
+
+def stored_bytes(parameter: Any) -> int:
+    """The bytes of a parameter, or of the numbers and scales that it is stored as."""
+    parts = [parameter.qdata, parameter.scale] if hasattr(parameter, "qdata") else [parameter]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def least_ms(work: Work, limits: Limits, batch: int, tokens: int = 1) -> float:

@@ -64,6 +64,8 @@ def _title(results: Mapping[str, Any]) -> str:
     )
     prefilling = results.get("prefilling", "plain chunks")  # older results are of plain chunks
     device = results["machine"]["device"]
+    if (stored := results.get("quantize")) is not None:
+        dtype = f"{dtype} with {stored} weights"
     return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {prefilling}, {decoding}, {device}"
 
 

@@ -189,6 +189,10 @@ def bench(
             help="Model or shape to compare with.", show_default="a shape's own base", autocompletion=completion.shapes
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="int8 or fp8: store the model's linear projections in 8 bits by torchao; not the base's."),
+    ] = None,
     no_prefill: Annotated[
         bool, typer.Option("--no-prefill", help="Fill the caches with noise, and time only decode steps.")
     ] = False,
@@ -228,6 +232,7 @@ def bench(
         prefill=not no_prefill,
         compiled=not no_compiled,
         mixer=mixer,
+        quantize=quantize,
         trust_remote_code=trust_remote_code,
     )
     results = bench_model(model, options, baseline, out)

@@ -24,7 +24,7 @@ from liger_convert.model.cache import LinearizedCacheLayer, StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
 from liger_convert.model.fused_modules import with_forwards
 from liger_convert.model.fused_norms import fused_norms
-from liger_convert.model.fused_projections import fused_projections
+from liger_convert.model.fused_projections import are_read_as_stored, fused_projections
 from liger_convert.model.sequence import SequenceMetadata
 
 logger = logging.get_logger(__name__)
@@ -162,7 +162,7 @@ def why_not_captured(model: Any) -> str | None:
     """The reason why a decode step on a GPU cannot be captured as a CUDA graph, or None if it can."""
     if model.training:
         return "the model is in training mode"
-    if getattr(model, "is_quantized", False):
+    if getattr(model, "is_quantized", False) and not are_read_as_stored(model):
         return "its weights are quantized, and the code that quantizes inputs makes tensors on the host"
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         return f"the model is spread over {', '.join(sorted(devices))}"

@@ -1,7 +1,8 @@
 """Linear layers of a family in fewer kernels, for decoding steps that are captured as CUDA graphs.
 
 Queries, keys and values have the same input, and so have the two halves of a feed-forward. They run in one kernel,
-which reads their weights faster than one product after the other does.
+which reads their weights faster than one product after the other does. Weights that torchao stores in 8 bits are read
+as they are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Any
 
 import torch
 from gated_kernels.common.registry import kernel_for
+from gated_kernels.projections.arguments import ScaledWeight, Weight
 from torch import Tensor, nn
 
 from liger_convert.model.fused_modules import Forward, by_class, is_unchanged
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
+# torchao's classes, and what else may be done to numbers and inputs of such a layer
+EIGHT_BITS = ("Int8Tensor", "Float8Tensor")
+CHANGED = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale")
 SAME = 0.02  # the allowed relative difference of a feed-forward, which rounds more often than the kernel
 
 
@@ -69,7 +74,7 @@ class JointProjections:
 
     def _in_kernel(self, x: Tensor) -> tuple[Tensor, ...] | None:
         kernel = kernel_for("projections")
-        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
+        weights, biases = [weight_of(layer) for layer in self.layers], [layer.bias for layer in self.layers]
         outputs: tuple[Tensor, ...] | None = None if kernel is None else kernel(x, weights, biases)
         return outputs
 
@@ -107,24 +112,49 @@ class FeedForward:
         found: Tensor | None = None if kernel is None else kernel(x, *self._weights())
         return None if found is None else self.module.down_proj(found)
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        weights = [layer.weight for layer in self.layers]
-        gate, up = weights[0].chunk(2) if len(weights) == 1 else weights
-        return gate, up
+    def _weights(self) -> list[Weight]:
+        """Those of the gate and of the up projection."""
+        weights: list[Any] = [weight_of(layer) for layer in self.layers]
+        if len(weights) == 2:
+            return weights
+        if isinstance(weights[0], ScaledWeight):
+            return [ScaledWeight(*parts) for parts in zip(*(x.chunk(2) for x in weights[0]))]
+        return list(weights[0].chunk(2))
 
     @torch.no_grad()
     def is_same(self) -> bool:
         """Whether the kernel computes what the module does, with gates that are neither all open nor all shut."""
-        gate, _ = self._weights()
-        generator = torch.Generator(gate.device).manual_seed(0)
-        x = torch.randn(8, gate.shape[1], device=gate.device, generator=generator)
-        size = (x @ gate.float().T).square().mean().sqrt()
-        x = (x / size.clamp_min(torch.finfo(gate.dtype).tiny)).to(gate.dtype)
+        layer, device = self.layers[0], self.layers[0].weight.device
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(8, layer.in_features, device=device, generator=generator).to(self.dtype)
+        x = x / layer(x).float().square().mean().sqrt().clamp_min(torch.finfo(self.dtype).tiny).to(self.dtype)
         found, wanted = self._in_kernel(x), by_class(self.module, x)
         if found is None or wanted.dtype != found.dtype or wanted.shape != found.shape:
             return False
         return bool((found.float() - wanted.float()).norm() <= SAME * wanted.float().norm())
 
 
+def weight_of(layer: Any) -> Weight | None:
+    """The weight of a linear layer as the kernels take it: as it is, or by its numbers if torchao stored it in 8 bits
+    with a scale for each row. None if it is stored in another way."""
+    weight = layer.weight
+    if type(weight) is nn.Parameter:
+        return weight
+    if type(weight).__name__ not in EIGHT_BITS or not type(weight).__module__.startswith("torchao."):
+        return None
+    numbers_NK, scale_N1 = weight.qdata, weight.scale
+    if scale_N1.shape != (len(numbers_NK), 1) or any(getattr(weight, name, None) is not None for name in CHANGED):
+        return None
+    return ScaledWeight(numbers_NK, scale_N1[:, 0])
+
+
+def are_read_as_stored(model: nn.Module) -> bool:
+    """Whether the kernels take the weights of all linear layers of a model as they are stored."""
+    return all(weight_of(layer) is not None for layer in model.modules() if isinstance(layer, nn.Linear))
+
+
 def _is_plain(layer: Any) -> bool:
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and is_unchanged(layer)
+    if type(layer) is not nn.Linear or not is_unchanged(layer) or (weight := weight_of(layer)) is None:
+        return False
+    shift = getattr(layer.weight, "zero_point", None) if isinstance(weight, ScaledWeight) else None
+    return shift is None or not bool(shift.any())

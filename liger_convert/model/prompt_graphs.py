@@ -370,6 +370,8 @@ def why_no_graphs(model: Any, linear: dict[int, Any]) -> str | None:
         return "the model is on several devices"
     if (reason := why_not_captured(model)) is not None:
         return reason
+    if any(type(parameter) is not nn.Parameter for layer in linear.values() for parameter in layer.parameters()):
+        return "its weights are quantized, and not plain tensors at one address"
     if not all(layer.self_attn.spec.window for layer in linear.values()):
         return "an unlimited window grows with the prompt"
     for layer in linear.values():

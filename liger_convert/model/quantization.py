@@ -1,9 +1,12 @@
-"""8-bit weight quantization in the compressed-tensors format, which transformers and vLLM read.
+"""8-bit weight quantization: files in the compressed-tensors format, which transformers and vLLM read.
 
 The linear layers of attention and feed-forward are quantized. Every row of a weight (an output channel) has one scale,
 the smallest that covers its largest magnitude; values are rounded to nearest. There is no calibration. The runtime also
 quantizes the inputs of these layers, dynamically per token: this is the only scheme that vLLM supports for both int8
 and fp8, on CPU and on GPUs. Embeddings, the language model head, norms and mixers are not quantized.
+
+In memory, torchao quantizes the same weights and no inputs (`store_in_8_bits`). Decoding on a GPU reads such weights as
+they are (model/fused_projections.py).
 
 Shapes: N rows and K columns of a weight, R rows processed at a time.
 """
@@ -27,6 +30,7 @@ from liger_convert.utils.errors import BadInput, did_you_mean
 
 METHOD = "compressed-tensors"
 INSTALL = "pip install 'liger-convert[quantize]'"
+INSTALL_TORCHAO = "pip install 'liger-convert[torchao]'"
 SCALE = "_scale"  # suffix: the scales of a weight have the weight's name plus this
 GROUP = "group_0"
 
@@ -122,6 +126,23 @@ def linear_weights(model: nn.Module) -> list[str]:
     """The names of the weights of all nn.Linear modules of `model`, except its head and those in mixers."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head")
     return [f"{name}.weight" for name in linear if f".{MIXER_MODULE}." not in name]
+
+
+def store_in_8_bits(model: nn.Module, name: str) -> None:
+    """Stores the weights of `linear_weights` by torchao, in place; inputs are not quantized. name: a key of SCHEMES.
+
+    Every row has one scale. This is what transformers does with `TorchAoConfig(Int8WeightOnlyConfig())`. Raises
+    BadInput for an unknown name and without torchao.
+    """
+    if name not in SCHEMES:
+        raise BadInput(f"--quantize: {name!r} is unknown{did_you_mean(name, SCHEMES)}; use {' or '.join(SCHEMES)}")
+    if importlib.util.find_spec("torchao") is None:
+        raise BadInput(f"--quantize {name}: needs the package torchao, which is not installed; {INSTALL_TORCHAO}")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    chosen = set(linear_weights(model))
+    config = Int8WeightOnlyConfig() if name == "int8" else Float8WeightOnlyConfig()
+    quantize_(model, config, lambda module, path: f"{path}.weight" in chosen)
 
 
 def quantized_shards(checkpoint: Checkpoint, weights: list[str], name: str, dtype: str = "auto") -> list[Shard]:

@@ -69,6 +69,7 @@ SPILLS = {
     ("gla", "dv_kernel"): (536, 480),
     ("gla", "outputs_kernel"): (336, 360),
     ("gla", "states_kernel"): (120, 24),
+    ("projections", "linear_kernel"): (16, 24),  # of sm_120 and sm_100
     ("simple_gla", "dqk_kernel"): (456, 0),
     ("simple_gla", "dscores_kernel"): (0, 24),
     ("simple_gla", "dstates_kernel"): (16, 16),
@@ -205,7 +206,8 @@ def slots_case(D: int) -> None:
 
 def projections_case(D: int) -> None:
     """Layers with one input, with biases and without, a SwiGLU, and one layer; of batches in each size of block."""
-    (H, G), hidden, inner = HEADS[D], HEADS[D][0] * D, 8 * HEADS[D][0] * D // 3 // 16 * 16
+    (H, G) = HEADS[D]
+    hidden, inner = H * D, 8 * H * D // 3 // 16 * 16
     q, kv = empty(hidden, hidden), empty(G * D, hidden)
     for rows in (1, 32, 64):
         x = empty(rows, hidden)

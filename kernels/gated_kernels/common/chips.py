@@ -27,3 +27,10 @@ def has_tensor_memory(device: torch.device) -> bool:
 def overlaps_launches(device: torch.device) -> bool:
     """Whether the GPU has programmatic dependent launch: a kernel may begin while the one before it still runs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def eight_bit_dtypes(device: torch.device) -> frozenset[torch.dtype]:
+    """The 8-bit dtypes that kernels can convert: float8_e4m3fn from sm_89 on."""
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return frozenset({torch.int8, torch.float8_e4m3fn} if has_fp8 else {torch.int8})
