@@ -23,6 +23,7 @@ import triton.language as tl  # noqa: E402
 from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
 from gated_kernels.codebook import triton as codebook  # noqa: E402
 from gated_kernels.codebook_gla import read  # noqa: E402
+from gated_kernels.common import chips  # noqa: E402
 from gated_kernels.delta_rule import by_feature_launch as by_feature  # noqa: E402
 from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
 from gated_kernels.delta_rule import step as delta_rule_step  # noqa: E402
@@ -32,6 +33,7 @@ from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
 from gated_kernels.projections import triton as projections  # noqa: E402
+from gated_kernels.projections.arguments import ScaledWeight  # noqa: E402
 from gated_kernels.prompt import triton as prompt  # noqa: E402
 from gated_kernels.simple_gla import launch  # noqa: E402
 from gated_kernels.swa import triton as swa  # noqa: E402
@@ -69,7 +71,7 @@ SPILLS = {
     ("gla", "dv_kernel"): (536, 480),
     ("gla", "outputs_kernel"): (336, 360),
     ("gla", "states_kernel"): (120, 24),
-    ("projections", "linear_kernel"): (16, 24),  # of sm_120 and sm_100
+    ("projections", "linear_kernel"): (88, 24),
     ("simple_gla", "dqk_kernel"): (456, 0),
     ("simple_gla", "dscores_kernel"): (0, 24),
     ("simple_gla", "dstates_kernel"): (16, 16),
@@ -205,16 +207,22 @@ def slots_case(D: int) -> None:
 
 
 def projections_case(D: int) -> None:
-    """Layers with one input, with biases and without, a SwiGLU, and one layer; of batches in each size of block."""
-    (H, G) = HEADS[D]
+    """Layers with one input, a SwiGLU and one layer, for each size of block: in bf16, with biases, and in 8 bits."""
+    H, G = HEADS[D]
     hidden, inner = H * D, 8 * H * D // 3 // 16 * 16
-    q, kv = empty(hidden, hidden), empty(G * D, hidden)
+    shapes = (hidden, hidden), (G * D, hidden), (inner, hidden), (hidden, inner)
+    biases = [empty(hidden), empty(G * D), empty(G * D)]
     for rows in (1, 32, 64):
-        x = empty(rows, hidden)
-        for biases in ([], [empty(hidden), empty(G * D), empty(G * D)]):
-            projections.linear(x, [q, kv, kv], biases, False)
-        projections.linear(x, [empty(inner, hidden)] * 2, [], True)
-        projections.linear(empty(rows, inner), [empty(hidden, inner)], [], False)
+        x, after = empty(rows, hidden), empty(rows, inner)
+        stored: list[list[Any]] = [[empty(*shape) for shape in shapes]]
+        for dtype in sorted(chips.eight_bit_dtypes(x.device), key=str):
+            stored.append([ScaledWeight(empty(*shape, dtype=dtype), empty(shape[0], dtype=FP32)) for shape in shapes])
+        for q, kv, half, down in stored:
+            projections.linear(x, [q, kv, kv], [], False)
+            projections.linear(x, [half, half], [], True)
+            projections.linear(after, [down], [], False)
+        q, kv, *_ = stored[0]
+        projections.linear(x, [q, kv, kv], biases, False)
 
 
 def prompt_case(D: int, dtype: torch.dtype) -> None:

@@ -26,6 +26,8 @@ NAMES = {
     torch.bool: "*i1",
     torch.float16: "*fp16",
     torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -124,6 +126,8 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None], capability: i
         tell(self.__name__, compiled_for_capability(capability, ASTSource(self, signature, fixed, aligned), options))
 
     chips.multiplies_in_registers = lambda device: capability not in (90, 100)  # type: ignore[assignment]
+    eight_bits = {torch.int8, torch.float8_e4m3fn} if capability >= 89 else {torch.int8}
+    chips.eight_bit_dtypes = lambda device: frozenset(eight_bits)  # type: ignore[assignment]
     chips.has_tensor_memory = lambda device: capability == 100  # type: ignore[assignment]
     triton.runtime.jit.JITFunction.run = launch
     torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]

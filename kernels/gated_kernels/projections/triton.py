@@ -122,9 +122,13 @@ def linear_kernel(
 
 def launch_config(rows: int, inputs: int, swiglu: bool, in_8_bits: bool, device: torch.device) -> LaunchConfig:
     """Measured on an H200 (kernels/results/step-h200.md)."""
+    small = chips.multiplies_in_registers(device)  # these chips have less shared memory
+    if in_8_bits and rows > ROWS[0]:
+        return LaunchConfig(128, 64, 3 if small else 6, 8) if swiglu else LaunchConfig(32, 256, 3 if small else 4, 4)
+    if in_8_bits:
+        return LaunchConfig(32, 1024, 2 if small else 3, 4) if inputs >= 8192 else LaunchConfig(32, 512, 3, 2)
     if swiglu or rows > ROWS[0]:
-        # chips that multiply in registers have less shared memory
-        return LaunchConfig(64, 128, 3 if chips.multiplies_in_registers(device) else 4, 4)
+        return LaunchConfig(64, 128, 3 if small else 4, 4)
     return LaunchConfig(16, 512, 4, 2) if inputs >= 1024 else LaunchConfig(16, 64, 8, 2)
 
 
