@@ -216,6 +216,8 @@ def export(
     Example: linearize export runs/quick/export runs/quick/int8 --quantize int8 --dtype bfloat16
     """
     if quantize is None:
+        from rich.filesize import decimal
+
         from liger_convert.pipeline.export import export_model
 
         with show_progress("export") as report:
@@ -223,7 +225,7 @@ def export(
         if as_json:
             show("", written, as_json)
         else:
-            size = f"{written['bytes'] / 1e9:.2f} GB in {written['dtype']}"
+            size = f"{decimal(written['bytes'])} in {written['dtype']}"
             stdout().print(f"{out}: exported, {size}", markup=False, soft_wrap=True)
         return
     from liger_convert.cli.measuring import export_quantized

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from rich.filesize import decimal
 
 from liger_convert.config.names import SOFTMAX
 from liger_convert.io.checkpoint import load_config
@@ -123,12 +124,12 @@ def describe(export: Path, options: ServerOptions) -> str:
     memory, length = request_memory(config, dtype), max_length(config, options)
     layers = config.linearization["layers"]
     linear = len(layers) - layers.count(SOFTMAX)
-    state = f"{memory.state / 1e6:.1f} MB of state"
+    state = f"{decimal(memory.state)} of state"
     if memory.per_token:
-        state += f" and {memory.per_token / 1e3:.1f} kB per token"
+        state += f" and {decimal(memory.per_token)} per token"
     reason = why_not_captured(config, layouts(config, dtype))
     graphs = "captured as one CUDA graph" if reason is None else f"not captured as one CUDA graph: {reason}"
-    total = "" if length is None else f": {options.max_requests * memory.of(length) / 1e9:.2f} GB for all of {length:,}"
+    total = "" if length is None else f": {decimal(options.max_requests * memory.of(length))} for all of {length:,}"
     return (
         f"{name_of(export, options)}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "
         f"http://{options.host}:{options.port}/v1. A request takes {state}; up to {options.max_requests} run at a "
