@@ -65,7 +65,8 @@ SPILLS = {
     ("delta_rule", "solve_kernel"): (1120, 48),
     ("elementwise", "dinputs_kernel"): (56, 72),
     ("elementwise", "dq_kernel"): (0, 24),  # of sm_100
-    ("fused_step", "read_kernel"): (24, 0),  # of sm_120
+    ("fused_step", "read_kernel"): (48, 24),  # of fp32; 8 of liger-paper, of sm_120
+    ("fused_step", "write_kernel"): (24, 48),  # of 256 codes
     ("gla", "dqk_kernel"): (7160, 1104),  # of sm_80, where 8 warps do not help; 1944 on the others
     ("gla", "dstates_kernel"): (72, 0),
     ("gla", "dv_kernel"): (536, 480),

@@ -110,7 +110,7 @@ def test_a_write_beside_the_fields_of_a_page_is_seen() -> None:
 
 @pytest.mark.parametrize("case", ["1024 codes", "17 rows", "heads of 128"])
 def test_a_program_takes_more_codes_where_there_are_programs_enough(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [kernels._piece(1024, tiles) for tiles in (1, 8, 16)] == [32, 64, 128]
+    assert [kernels._pieces(1024, tiles) for tiles in (1, 8, 16, 80)] == [(32, 1), (64, 1), (64, 2), (64, 8)]
     monkeypatch.setattr(kernels, "LAUNCH", kernels.LAUNCH._replace(programs=1))
     assert not faults(kernels.triton_fused_step, placed(inputs(CASES[case]), DEVICE))
 

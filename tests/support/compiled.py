@@ -107,7 +107,7 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None], capability: i
     from triton.compiler import ASTSource
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        names = ("num_warps", "num_stages", "launch_pdl")
+        names = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
         options = {name: constants.pop(name) for name in names if name in constants}
         if "OVERLAP" in constants:  # as on the chip that it is compiled for
             constants["OVERLAP"] = capability >= 90

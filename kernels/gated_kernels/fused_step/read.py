@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.common.tiles import dot
 from gated_kernels.fused_step.pages import offset_of, page_of, slot_of
 from gated_kernels.fused_step.rotary import rotated
@@ -20,46 +21,46 @@ def _ahead(x, i, count):
 
 
 @triton.jit
-def _features(
-    x, b, B, n, g, c, along, rows, z, state_step, proj, bias, log_inv_temperature, codes,
-    logits, totals, tops, sums, normalizers,
-    COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
-    CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
-    """Piece c of the features of head n of COUNT, which uses the codes of group g, for the vectors at x of rows b.
+def _split(x):
+    """x as the sum of two numbers that TF32 holds, to within 22 bits: it rounded to TF32, and the rest."""
+    high = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    low = x - high
+    if not INTERPRETED:  # a product reads the upper 19 bits: half of the last one rounds to nearest
+        low = (low.to(tl.uint32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    return high, low
 
-    Writes their logits, the largest logit, the sum of exponentials relative to it and, with z, that sum weighted by z.
-    With codes, also the vectors' dot product with `along`, or the sum of their channels without it.
-    """
-    inside = b < B
-    f = c * BF + tl.arange(0, BF)
-    row = b.to(tl.int64) * COUNT + n
-    # all loads are issued before the first result is used
+
+@triton.jit
+def _product(high, low, b, c):
+    """(high + low) b + c in TF32 products that lose only the smallest one; low: None if it is zero."""
+    b_high, b_low = _split(b)
+    c = dot(high, b_low, c, tl.float32, "tf32")
+    if low is not None:
+        c = dot(low, b_high, c, tl.float32, "tf32")
+    return dot(high, b_high, c, tl.float32, "tf32")
+
+
+@triton.jit
+def _of_z(z, f, inside, F: tl.constexpr):
+    """Elements f of the normalizers at z, of every row; zeros without them."""
+    found = tl.zeros([inside.shape[0], f.shape[0]], tl.float32)
     if z is not None:
-        z += (offset_of(page_of(rows, b, inside), state_step, G * F) + g * F)[:, None]
-        z_rows = tl.load(z + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
-    if codes is None:
-        block = inside[:, None] & (f < F)[None, :]
-        found = tl.load(x[:, None] + f[None, :], mask=block, other=0.0).to(tl.float32)
-    else:
-        e = tl.arange(0, CE)[None, :]
-        code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
-        shifted = tl.load(bias + e, mask=e < E, other=0.0)
-        inv_temperature = tl.load(log_inv_temperature)
-        u = tl.zeros([b.shape[0], CE], tl.float32)
-        total = tl.zeros([b.shape[0]], tl.float32)
-        for first in range(0, D, BD):
-            d = first + tl.arange(0, BD)
-            matrix = tl.load(proj + d[:, None] * E + e, mask=(d < D)[:, None] & (e < E), other=0.0)
-            part = tl.load(x[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-            u += dot(part, matrix, None, matrix.dtype, "tf32x3")
-            if along is not None:
-                part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
-            total += tl.sum(part, 1)
-        u += shifted
-        u *= (tl.exp(inv_temperature) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
-        found = dot(u, tl.trans(code), None, code.dtype, "tf32x3")
-        tl.store(totals + row, total, mask=b < tl.where(c == 0, B, 0))
+        found = tl.load(z[:, None] + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
+    return found
+
+
+@triton.jit
+def _of_codes(codes, f, e, F: tl.constexpr, E: tl.constexpr):
+    """Codes f."""
+    return tl.load(codes + f[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
+
+
+@triton.jit
+def _piece(
+    found, z, z_rows, f, c, inside, row, logits, tops, sums, normalizers, F: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Writes the logits `found` of piece c, the largest one, the sum of exponentials relative to it and, with z, that
+    sum weighted by `z_rows`, elements f of z."""
     tl.store(logits + row[:, None] * F + f[None, :], found, mask=inside[:, None] & (f < F)[None, :])
     found = tl.where((f < F)[None, :], found, float("-inf"))
     top = tl.max(found, 1)
@@ -68,6 +69,65 @@ def _features(
     tl.store(sums + row * S + c, tl.sum(weights, 1), mask=inside)
     if z is not None:
         tl.store(normalizers + row * S + c, tl.sum(weights * z_rows, 1), mask=inside)
+
+
+@triton.jit
+def _features(
+    x, b, B, n, g, c, along, rows, z, state_step, proj, bias, log_inv_temperature, codes,
+    logits, totals, tops, sums, normalizers,
+    COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
+    T: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """T pieces, from piece c, of the features of head n of COUNT, which uses the codes of group g, for the vectors at x
+    of rows b. With codes, also writes the vectors' dot product with `along`, or the sum of their channels without it.
+    """
+    inside = b < B
+    f = c * BF + tl.arange(0, BF)
+    row = b.to(tl.int64) * COUNT + n
+    # where a program takes one piece, all loads are issued before the first result is used
+    if z is not None:
+        z += offset_of(page_of(rows, b, inside), state_step, G * F) + g * F
+    if codes is None:
+        z_rows = _of_z(z, f, inside, F)
+        block = inside[:, None] & (f < F)[None, :]
+        found = tl.load(x[:, None] + f[None, :], mask=block, other=0.0).to(tl.float32)
+        _piece(found, z, z_rows, f, c, inside, row, logits, tops, sums, normalizers, F, S)
+    else:
+        e = tl.arange(0, CE)[None, :]
+        codes += g * (F * E)
+        if T == 1:
+            z_rows = _of_z(z, f, inside, F)
+            code = _of_codes(codes, f, e, F, E)
+        shifted = tl.load(bias + e, mask=e < E, other=0.0)
+        inv_temperature = tl.load(log_inv_temperature)
+        u = tl.zeros([b.shape[0], CE], tl.float32)
+        total = tl.zeros([b.shape[0]], tl.float32)
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            matrix = tl.load(proj + d[:, None] * E + e, mask=(d < D)[:, None] & (e < E), other=0.0)
+            part = tl.load(x[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+            if part.dtype == tl.float32:
+                high, low = _split(part)
+                u = _product(high, low, matrix, u)
+            else:
+                part = part.to(tl.float32)  # which TF32 holds
+                u = _product(part, None, matrix, u)
+            if along is not None:
+                part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
+            total += tl.sum(part, 1)
+        u += shifted
+        u *= (tl.exp(inv_temperature) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
+        tl.store(totals + row, total, mask=b < tl.where(c == 0, B, 0))
+        high, low = _split(u)
+        if T == 1:
+            found = _product(high, low, tl.trans(code), None)
+            _piece(found, z, z_rows, f, c, inside, row, logits, tops, sums, normalizers, F, S)
+        else:
+            for p in range(c, min(c + T, S)):
+                f = p * BF + tl.arange(0, BF)
+                found = _product(high, low, tl.trans(_of_codes(codes, f, e, F, E)), None)
+                z_rows = _of_z(z, f, inside, F)
+                _piece(found, z, z_rows, f, p, inside, row, logits, tops, sums, normalizers, F, S)
 
 
 @triton.jit
@@ -130,8 +190,6 @@ def _window(
     of_ring = offset_of(page, head_step, P * G * D) + g * D
     ring_k += of_ring
     ring_v += of_ring
-    # The first tiles are loaded last, because the compiler waits for them at once. By then, all other loads are issued.
-    next_seen = _seen(position, tl.arange(0, K), slot, P)
     if sink_k is not None:
         of_sinks = offset_of(page, head_step, M * G * D) + g * D
         sink_k += of_sinks
@@ -139,16 +197,13 @@ def _window(
         visible += b * M
         if EARLY:
             sinks, values_of_sinks, shown = _sinks(sink_k, sink_v, visible, tl.arange(0, SINKS), column, M, G, D)
-    next_keys, next_values = _slots(ring_k, ring_v, tl.arange(0, K), column, P, G, D)
     top = tl.full([N], float("-inf"), tl.float32)
     normalizer = tl.zeros([N], tl.float32)
     mean = tl.zeros([N, CD], tl.float32)
     for start in range(0, P, K):
-        p = start + K + tl.arange(0, K)
-        keys, values, seen = next_keys, next_values, next_seen
-        if K < P:
-            next_seen = _seen(position, p, slot, P)
-            next_keys, next_values = _slots(ring_k, ring_v, p, column, P, G, D)
+        p = start + tl.arange(0, K)
+        seen = _seen(position, p, slot, P)
+        keys, values = _slots(ring_k, ring_v, p, column, P, G, D)
         mean, top, normalizer = _add(queries, keys, values, seen, scale, mean, top, normalizer)
     if sink_k is not None:
         for start in tl.static_range(0, M, SINKS):
@@ -177,19 +232,21 @@ def read_kernel(
     q_proj, q_bias, q_log_inv_temperature, k_proj, k_bias, k_log_inv_temperature, codes, asked,
     logits, totals, tops, sums, normalizers, o, lse, scale, B,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr,
+    P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, T: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr,
     BD: tl.constexpr, BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
     PP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(B, ROWS)
     i = tl.program_id(0)
-    c = i % S
-    n = i // S // tiles
-    b = i // S % tiles * ROWS + tl.arange(0, ROWS)
+    runs = tl.cdiv(S, T)
+    of_features = (G * R + G) * tiles * runs
+    c = i % runs * T
+    n = i // runs // tiles
+    b = i // runs % tiles * ROWS + tl.arange(0, ROWS)
     if OVERLAP:
         if n >= G * R + G:
             if rows is None:  # which page a row has may still be written
-                bg = (i - (G * R + G) * tiles * S).to(tl.int64)
+                bg = (i - of_features).to(tl.int64)
                 at = tl.arange(0, PP)[:, None] * (G * D) + tl.arange(0, CD // 16)[None, :] * 16
                 first = offset_of(bg // G, head_step, P * G * D) + bg % G * D
                 last = (P - 1) * G * D + D
@@ -198,7 +255,8 @@ def read_kernel(
         elif codes is not None:
             lines = tl.arange(0, CD * CE // 32) * 32
             g = tl.where(n < G * R, n // R, n - G * R)
-            _ahead(codes + (g * F + c * BF) * E, tl.arange(0, BF * CE // 32) * 32, tl.minimum(BF, F - c * BF) * E)
+            last = tl.minimum(T * BF, F - c * BF) * E
+            _ahead(codes + (g * F + c * BF) * E, tl.arange(0, T * BF * CE // 32) * 32, last)
             if n < G * R:
                 _ahead(q_proj + n * D * E, lines, D * E)
             else:
@@ -214,7 +272,7 @@ def read_kernel(
         _features(
             x, b, B, n, n // R, c, None if asked is None else asked + n * D, rows, z, state_step,
             q_proj, q_bias, q_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
-            G * R + G, G, D, E, F, S, CE, BD, BF,
+            G * R + G, G, D, E, F, S, T, CE, BD, BF,
         )  # fmt: skip
     elif n < G * R + G:
         g = n - G * R
@@ -229,10 +287,10 @@ def read_kernel(
         _features(
             x, b, B, n, g, c, None, None, None, None,
             k_proj, k_bias, k_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
-            G * R + G, G, D, E, F, S, CE, BD, BF,
+            G * R + G, G, D, E, F, S, T, CE, BD, BF,
         )  # fmt: skip
     else:
-        i -= (G * R + G) * tiles * S
+        i -= of_features
         _window(
             (i // G).to(tl.int64), i % G, rows, head_step, ring_position, position_step,
             q, k, v, q_step, k_step, v_step, cos, sin, cos_step,

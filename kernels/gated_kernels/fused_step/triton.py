@@ -2,7 +2,7 @@
 
 A step moves few bytes, so latency dominates: its time depends on what waits for what.
 
-`read_kernel` has two kinds of programs, which are independent of each other. Those of the first kind compute a piece of
+`read_kernel` has two kinds of programs, which are independent of each other. Those of the first kind compute pieces of
 a head's features, for 16 batch rows that share the codebook's matrices. Those of the second kind compute the window of
 one row and key-value head. Pieces of features are not normalized. Instead, `write_kernel` combines their largest logits
 and sums, so that a large codebook is spread over the GPU.
@@ -20,11 +20,12 @@ If the GPU supports it (programmatic dependent launch), each kernel is launched 
 prefetches data that does not depend on that one, and waits for it before it reads anything else. The first kernel waits
 before it lets the second begin. So everything from before the first kernel is complete when the second loads the state.
 
-Features, the state and sums are in fp32. Products of fp32 operands are three TF32 products.
+Features, the state and sums are in fp32. Products of fp32 operands are three TF32 products, or two where TF32 holds
+one operand.
 
-Shapes: see arguments.py; R = H / G, S pieces of features. In a kernel: N rows of a product, K keys in a block, BD
-channels and BF features in a block, BV columns of a tile of the state, in groups of BC. Powers of two that hold sizes:
-CD channels, CE size of a code, CS pieces, PP slots of the ring.
+Shapes: see arguments.py; R = H / G, S pieces of features, of which a program computes T. In a kernel: N rows of a
+product, K keys in a block, BD channels and BF features in a block, BV columns of a tile of the state, in groups of BC.
+Powers of two that hold sizes: CD channels, CE size of a code, CS pieces, PP slots of the ring.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ LEAST = 16  # fewest rows or columns of a matrix product
 class LaunchConfig(NamedTuple):
     """How much work a program takes, measured on an H200 and an H100 (kernels/results/step-h200.md)."""
 
-    codes: int = 128  # of a codebook, at most
+    codes: int = 64  # of a codebook in a piece, at most
+    pieces: int = 8  # of a program, at most
     channels: int = 32  # of its projections at a time
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     columns: int = 32  # of the state, at most
-    programs: int = 128  # codes and columns are halved until there are as many programs
-    whole: int = 4096  # elements up to which all rows of these columns are one tile
+    programs: int = 128  # codes, pieces and columns are halved until there are as many programs
+    whole: int = 16384  # elements up to which all rows of these columns are one tile
     part: int = 8192  # elements of a tile if they are more; two tiles are then in flight
     a_warp: int = 2048  # elements of a tile per warp; there are at least 4 warps
+    registers: int = 128  # of a thread where all rows are one tile: four programs then share a multiprocessor
 
 
 LAUNCH = LaunchConfig()
@@ -68,7 +71,7 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     new, R, CD = cache.state_NGFD.new_empty, H // G, _held(D)
     tiles = (H + G) * cdiv(B, LEAST)
-    piece = CD if codes is None else _piece(F, tiles)
+    piece, T = (CD, 1) if codes is None else _pieces(F, tiles)
     S = cdiv(F, piece)
     logits, totals, window, lse = new(B, H + G, F), new(B, H + G), new(B, H, D), new(B, H)
     tops, sums, normalizers = new(B, H + G, S), new(B, H + G, S), new(B, H + G, S)
@@ -84,12 +87,12 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     position_step = None if cache.ring_position.numel() == 1 else cache.ring_position.stride(0)
     places = cache.row_B, *cache.strides, cache.ring_position, position_step
     with torch.cuda.device_of(o):
-        read_kernel[(tiles * S + B * G,)](
+        read_kernel[(tiles * cdiv(S, T) + B * G,)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, visible,
             *cache[:5], cache.z_NGF, *places, *(codes or (None,) * 7), query_weight,
             logits, totals, tops, sums, normalizers, window, lse, token.scale, B,
-            **sizes, E=E, CE=_held(E), BD=min(LAUNCH.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
-            SINKS=LEAST, ROWS=LEAST, PP=next_power_of_2(P),
+            **sizes, T=T, E=E, CE=_held(E), BD=min(LAUNCH.channels, CD), BF=piece, N=_held(R),
+            K=16 if wide else 64, SINKS=LEAST, ROWS=LEAST, PP=next_power_of_2(P),
             num_warps=LAUNCH.read_warps * (2 if wide else 1), launch_pdl=overlap,
         )  # fmt: skip
         write_kernel[(cdiv(D, BV), B * G)](
@@ -99,6 +102,7 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
             **sizes, GATE=None if gate is None else gate.of, SHARED=memory_weight is not None, FG=FG,
             CS=next_power_of_2(S), N=next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32),
             num_warps=max(4, BF * BV // LAUNCH.a_warp), launch_pdl=overlap,
+            maxnreg=LAUNCH.registers if BF >= F else None,
         )  # fmt: skip
     return o
 
@@ -113,9 +117,10 @@ def _held(size: int) -> int:
     return max(LEAST, next_power_of_2(size))
 
 
-def _piece(F: int, tiles: int) -> int:
-    """How many codes a program takes."""
-    return _spread(min(LAUNCH.codes, _held(F)), F, 2 * LEAST, tiles)
+def _pieces(F: int, tiles: int) -> tuple[int, int]:
+    """How many codes a piece has, and how many pieces a program takes."""
+    piece = _spread(min(LAUNCH.codes, _held(F)), F, 2 * LEAST, tiles)
+    return piece, _spread(LAUNCH.pieces, cdiv(F, piece), 1, tiles)
 
 
 def _spread(most: int, size: int, least: int, times: int) -> int:

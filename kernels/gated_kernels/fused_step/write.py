@@ -162,7 +162,7 @@ def write_kernel(
         f_in_tile = _down(f[None, :])
         at = state + f_in_tile * D + in_tile
         if F % BF == 0 and D % BV == 0:
-            tl.store(at, new)  # a mask would add a branch per element
+            tl.store(at, new, cache_modifier=".cs")  # read in the next step only; a mask would add a branch per element
         else:
             tl.store(at, new, mask=(f_in_tile < F) & (in_tile < D))
         if z is not None:
