@@ -275,7 +275,7 @@ def test_the_step_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     assert [line[0] for line in lines] == ["read_kernel", "write_kernel"] * len(COMPILED)
     shared, spilled = ([int(line[i]) for line in lines] for i in (1, 2))
     assert max(shared) <= 99 * 1024  # of the smallest Ampere and Hopper chips
-    assert max(spilled) <= 64  # bytes a thread, and only of heads of 256
+    assert max(spilled) <= 96  # bytes a thread, and only of heads of 256 and of 2,048 features
 
 
 def compile_all() -> None:

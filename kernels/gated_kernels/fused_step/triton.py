@@ -30,12 +30,12 @@ Powers of two that hold sizes: CD channels, CE size of a code, CS pieces, PP slo
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gated_kernels.common import chips
 from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.fused_step.arguments import StepCache, StepConfig, StepInputs
 from gated_kernels.fused_step.read import read_kernel
@@ -47,13 +47,13 @@ LEAST = 16  # fewest rows or columns of a matrix product
 class LaunchConfig(NamedTuple):
     """How much work a program takes, measured on an H200 and an H100 (kernels/results/step-h200.md)."""
 
-    codes: int = 64  # of a codebook in a piece, at most
+    codes: int = 64  # of a codebook in a piece, at most; more where it has more than 16 such pieces
     pieces: int = 8  # of a program, at most
     channels: int = 32  # of its projections at a time
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     columns: int = 32  # of the state, at most
     programs: int = 128  # codes, pieces and columns are halved until there are as many programs
-    whole: int = 16384  # elements up to which all rows of these columns are one tile
+    whole: int = 8192  # elements up to which all rows of these columns are one tile
     part: int = 8192  # elements of a tile if they are more; two tiles are then in flight
     a_warp: int = 2048  # elements of a tile per warp; there are at least 4 warps
     registers: int = 128  # of a thread where all rows are one tile: four programs then share a multiprocessor
@@ -80,7 +80,7 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
         FG = gate.bias_GF.shape[1]
     BF, BV = _block_of_state(F, D, R, B * G)
     wide = CD * v.element_size() > 256
-    overlap = o.is_cuda and _overlaps(o.device)
+    overlap = chips.overlaps_launches(o.device)
     sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     power, query_weight, memory_log = memory_weight or (None, None, None)
@@ -107,19 +107,13 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     return o
 
 
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether the GPU has programmatic dependent launch: a kernel may begin while the one before it still runs."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _held(size: int) -> int:
     return max(LEAST, next_power_of_2(size))
 
 
 def _pieces(F: int, tiles: int) -> tuple[int, int]:
     """How many codes a piece has, and how many pieces a program takes."""
-    piece = _spread(min(LAUNCH.codes, _held(F)), F, 2 * LEAST, tiles)
+    piece = _spread(min(max(LAUNCH.codes, _held(F) // 16), _held(F)), F, 2 * LEAST, tiles)
     return piece, _spread(LAUNCH.pieces, cdiv(F, piece), 1, tiles)
 
 
