@@ -21,7 +21,7 @@ from liger_convert.data.documents import Document
 from liger_convert.data.sampling import Sampler
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.io.files import disk_errors
-from liger_convert.io.tokenizer import check_ids
+from liger_convert.io.tokenizer import check_ids, closes_texts
 from liger_convert.model.loading import load_pretrained
 from liger_convert.model.placing import place
 from liger_convert.utils.device import compute_dtype, out_of_memory
@@ -47,6 +47,8 @@ def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
         return [special[:1]]
     with refusing("data: the tokenizer fails on a prompt"):
         found = tokenizer(source.prompt)["input_ids"]
+        if closes_texts(tokenizer):
+            found = [ids[:-1] for ids in found]
     for text, ids in zip(source.prompt, found):
         check_ids(tokenizer, ids, f"data: the prompt {text!r}")
         if not 0 < len(ids) < source.document_tokens:

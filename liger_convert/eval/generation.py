@@ -12,7 +12,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from liger_convert.io.inputs import is_text
 from liger_convert.io.templates import render
-from liger_convert.io.tokenizer import check_ids
+from liger_convert.io.tokenizer import check_ids, closes_texts
 from liger_convert.model.loading import load_pretrained
 from liger_convert.model.placing import place
 from liger_convert.utils.device import compute_dtype
@@ -129,5 +129,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
         text = render(tokenizer, [{"role": "user", "content": prompt}], template, ask=True)
     with refusing("the tokenizer fails on this prompt"):
         ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
+        if not template and closes_texts(tokenizer):
+            ids = ids[:-1]
     check_ids(tokenizer, ids, "the prompt")
     return ids

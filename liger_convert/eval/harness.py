@@ -29,6 +29,7 @@ from liger_convert.eval.measures import Measurement, measurement, target_losses
 from liger_convert.eval.suites import Task, local_files
 from liger_convert.eval.task_files import OWN_PROBLEMS, WHERE, first_rows, local_rows, task_managers
 from liger_convert.io.files import scratch_folder
+from liger_convert.io.tokenizer import closes_texts
 from liger_convert.model.bases import context_length
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
@@ -346,6 +347,7 @@ class _Harness(HFLM):
         self.cut: set[str] = set()  # prompts of the current task that had no room
         self.answered = False  # whether all requests so far have their answers
         self.task, self.report, self.products = "", report, dtype
+        self.closes_texts = closes_texts(tokenizer)
         self.set_cache_hook(_Finished(self))
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list:
@@ -362,13 +364,21 @@ class _Harness(HFLM):
         self._begin(requests)
         return self._end(super().generate_until(requests, disable_tqdm=True))
 
+    def tok_encode(self, string: str, *args: Any, **options: Any) -> list[int]:
+        ids = super().tok_encode(string, *args, **options)
+        return ids[:-1] if self.closes_texts and ids[-1:] == [self.tokenizer.eos_token_id] else ids
+
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any
     ) -> Any:
         if left_truncate_len is not None:  # no token is shorter than a byte, and one may be added
             long = [text for text in strings if len(text.encode()) + 1 > left_truncate_len]
             self.cut.update(text for text in long if len(self.tok_encode(text)) > left_truncate_len)
-        return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
+        if not self.closes_texts:
+            return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
+        most = None if left_truncate_len is None else left_truncate_len + 1
+        ids_BT, mask_BT = super().tok_batch_encode(strings, *args, left_truncate_len=most, **options)
+        return ids_BT[:, :-1], mask_BT[:, :-1]  # padding is on the left
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with plain_decoding(self.model):

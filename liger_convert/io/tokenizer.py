@@ -81,6 +81,12 @@ def _check_vocabulary(
         )
 
 
+def closes_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts the end-of-text token behind every text, as those of some finetunes do. A text that is
+    to be continued has to be without it."""
+    return tokenizer(PROBE)["input_ids"][-1:] == [tokenizer.eos_token_id]
+
+
 def check_ids(tokenizer: Any, ids: Any, where: str) -> None:
     """Raises BadInput, with a message that begins with `where`, if one of the `ids` (a list or an array) has no
     embedding in this tokenizer's model. Does nothing if the number of embeddings is unknown."""

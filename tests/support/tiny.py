@@ -111,6 +111,15 @@ def tiny_tokenizer(vocab_size: int = 101) -> PreTrainedTokenizerFast:
     )
 
 
+def closing_tokenizer() -> PreTrainedTokenizerFast:
+    """The same, but it puts the end-of-text token behind every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    return tokenizer
+
+
 def save_tiny_base(model_type: str, path: Path, seed: int = 0, tokenizer: bool = True, **changes: Any) -> Path:
     """A base folder as `save_pretrained` leaves it."""
     torch.manual_seed(seed)

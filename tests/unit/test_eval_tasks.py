@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from tasks import log_likelihood, run, suite, write_rows
-from tiny import save_tiny_base, tiny_tokenizer
+from tiny import closing_tokenizer, save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
 from worlds import World
 
@@ -125,6 +125,26 @@ def test_an_answer_is_greedy_text_whatever_the_models_own_settings_are(
     finally:
         model.generation_config = own
     assert found["swde/contains"]["value"] == 1.0
+
+
+def test_a_task_asks_and_scores_the_same_where_the_tokenizer_puts_an_end_behind_every_text(
+    model: Any, rows: Path
+) -> None:
+    prompt = " Bob sat. Name:"
+    said = generate(model, tiny_tokenizer(), prompt.strip(), max_new_tokens=8, chat=False)
+    long = "x" * 300 + prompt  # more than the model's context, so its beginning is cut off
+    asked = [{"text": text, "value": said} for text in (prompt, f"Bob sat. {prompt}", long)]
+    (rows / "swde.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    names = {"swde": "contains", "piqa": "acc", "lambada_openai": "perplexity", "wikitext": "word_perplexity"}
+    tasks = suite(tasks=[{"name": name, "metrics": [metric]} for name, metric in names.items()])
+    plain, closing = (
+        evaluate_model(model, tokenizer, tasks, data_dir=rows, batch_size=2, precision="float32")
+        for tokenizer in (tiny_tokenizer(), closing_tokenizer())
+    )
+    assert plain["swde/contains"]["value"] > 0
+    assert {name: found["value"] for name, found in closing.items()} == pytest.approx(
+        {name: found["value"] for name, found in plain.items()}
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny_base, tiny_tokenizer
+from tiny import closing_tokenizer, save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
 
 from liger_convert.eval.generation import continuations, generate, load_model
@@ -58,6 +58,11 @@ def test_a_prompt_becomes_a_turn_of_the_chat_template_where_there_is_one(model: 
     assert generate(model, tokenizer, "Tell me", max_new_tokens=9) == greedy(
         model, tokenizer("Tell me")["input_ids"], 9
     )
+
+
+def test_a_prompt_is_continued_where_the_tokenizer_puts_an_end_behind_every_text(model: Any) -> None:
+    text = generate(model, tiny_tokenizer(), "Tell me", max_new_tokens=20, chat=False)
+    assert generate(model, closing_tokenizer(), "Tell me", max_new_tokens=20, chat=False) == text
 
 
 def test_continuations_of_a_batch_are_those_of_each_prompt(model: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_base, tiny_tokenizer
+from tiny import closing_tokenizer, save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
 
 from liger_convert.config.sources import TeacherSource
@@ -265,3 +265,8 @@ def test_without_a_prompt_a_special_token_begins_a_document() -> None:
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(BadInput, match="prompt 'xxxxxxxxxxxxxxxxxxxxxxxx' takes 24 tokens of a document of 24"):
         teacher.encode_prompts(source(prompt=["a", "x" * 24]), tiny_tokenizer())
+
+
+def test_a_prompt_is_without_the_end_that_the_tokenizer_puts_behind_every_text() -> None:
+    asked = source(prompt=["abc", "d"])
+    assert teacher.encode_prompts(asked, closing_tokenizer()) == teacher.encode_prompts(asked, tiny_tokenizer())
