@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from liger_convert.io import generation_config
-from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, Checkpoint, load_config
+from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, INDEX, WEIGHTS, Checkpoint, load_config
+from liger_convert.io.files import read_json
 from liger_convert.model import linearized_classes, linearized_config, new_state
 from liger_convert.model.bases import attention_option, check_settings, meta_model
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
@@ -92,13 +93,16 @@ def check_folder(folder: Path | str, trust_remote_code: bool = False, linearized
 
 
 def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Checkpoint:
-    """`Checkpoint.open`; raises BadInput when transformers would read other or further weights than these."""
+    """`Checkpoint.open`; raises BadInput when transformers would read other or further weights than these, or none."""
     if (other := getattr(config, "transformers_weights", None)) is not None:
         raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; remove it")
     if (folder / ADAPTER_CONFIG).exists():
         what = "transformers would add this adapter to the weights in the same folder"
         raise BadInput(f"{folder / ADAPTER_CONFIG}: {what}; merge it into them or move it elsewhere")
-    return Checkpoint.open(folder, any_dtype)
+    checkpoint = Checkpoint.open(folder, any_dtype)
+    if folder / WEIGHTS not in checkpoint.files and not isinstance(read_json(folder / INDEX).get("metadata"), dict):
+        raise BadInput(f'{folder / INDEX}: has no metadata, without which transformers fails; add "metadata": {{}}')
+    return checkpoint
 
 
 def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:

@@ -64,7 +64,7 @@ def shard(base: Path) -> None:
     weight_map = {name: f"part-{i // 3:02}.safetensors" for i, name in enumerate(tensors)}
     for file in set(weight_map.values()):
         save_file({name: tensors[name] for name, where in weight_map.items() if where == file}, base / file)
-    (base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (base / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def same(out: Path, tensors: dict[str, torch.Tensor]) -> bool:

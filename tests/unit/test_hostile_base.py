@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from hostile import DEEP, DIGITS, ROW, check_refusal, hostile
+from safetensors.torch import load_file
 from worlds import World, after, case, wrote
 
 
@@ -52,6 +53,18 @@ def configured(changes: dict[str, object]) -> Callable[[World], object]:
 
 def settings(written: dict[str, object]) -> Callable[[World], object]:
     return wrote("base/generation_config.json", json.dumps(written))
+
+
+def sharded(**fields: object) -> Callable[[World], object]:
+    """The weights become one shard with an index, which has these fields besides its weight_map."""
+
+    def change(w: World) -> None:
+        names = load_file(w.base / "model.safetensors")
+        (w.base / "model.safetensors").rename(w.base / "one.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "one.safetensors"), **fields}
+        (w.base / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
 
 
 def generate(w: World) -> list[str]:
@@ -149,6 +162,15 @@ CONFIGS = [
         "generation_config.json: must hold",
         after(wrote("base/generation_config.json", "[]"), World.convert),
     ),
+]
+WEIGHTS = [
+    case(
+        f"an index whose metadata is {metadata}, for {command.__name__}",
+        "model.safetensors.index.json: has no metadata, without which transformers fails",
+        after(sharded(**metadata), command),
+    )
+    for command in (World.convert, generate)
+    for metadata in ({}, {"metadata": None})
 ]
 GENERATION = [
     case(f"{name}, for {command.__name__}", f"generation_config.json: {says}", after(settings(written), command))
@@ -316,7 +338,14 @@ GGUFS = [
 
 
 @hostile(
-    {"configs": CONFIGS, "generation": GENERATION, "tokenizers": TOKENIZERS, "templates": TEMPLATES, "gguf": GGUFS}
+    {
+        "configs": CONFIGS,
+        "weights": WEIGHTS,
+        "generation": GENERATION,
+        "tokenizers": TOKENIZERS,
+        "templates": TEMPLATES,
+        "gguf": GGUFS,
+    }
 )
 def test_a_hostile_base_is_refused_in_one_sentence_and_nothing_is_left(world, words, says, code, capfd):
     check_refusal(world, words, says, code, capfd)
