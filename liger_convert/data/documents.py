@@ -311,10 +311,20 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _with_text(message: Any) -> Any:
-    """A message that calls tools and says nothing may have a null for its text, as in OpenAI's format."""
-    if isinstance(message, dict) and message.get("tool_calls") and message.get("content") is None:
+    """A message with a text for its content. A content in parts is accepted if all of them are texts. A message that
+    calls tools and says nothing may have a null, as in OpenAI's format."""
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
         return message | {"content": ""}
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        return message | {"content": "".join(part["text"] for part in content)}
     return message
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _render(
