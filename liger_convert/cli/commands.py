@@ -37,6 +37,7 @@ from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
 from liger_convert.model.quantization import refuse_quantized
 from liger_convert.pipeline import single_steps
+from liger_convert.pipeline.begun_stage import begun_stage
 from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
 from liger_convert.pipeline.manifest import FILE as MANIFEST
 from liger_convert.pipeline.manifest import Manifest, input_files, lock
@@ -253,6 +254,7 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
+        begun = begun_stage(recipe, number, model, base, out if resume and out.exists() else None)
         plan = make_plan(recipe, checkpoint.load_config(base, recipe.base_options.trust_remote_code))
         recipe = recipe.with_stages(plan.recipe_stages)
         written = {name: out / f"data-{name}" for name in sources if name in recipe.teachers}
@@ -267,11 +269,13 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
         for name, folder in written.items():
             folder.mkdir(parents=True, exist_ok=True)
             with lock(out):
+                begun.write(out)
                 single_steps.write_teacher_text(recipe, name, folder, base, tokenizer, device, load)
         documents = {name: load(name).train for name in sources}
         single_steps.stage_rows(recipe, number - 1, documents)  # refuses too little text before there is a folder
         out.mkdir(parents=True, exist_ok=True)
         with lock(out):
+            begun.write(out)
             return single_steps.train_stage(
                 recipe,
                 number - 1,

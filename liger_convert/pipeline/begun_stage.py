@@ -1,0 +1,65 @@
+"""What `linearize train` began a stage with: begun.json in its folder, so that it is resumed with nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_convert.config.recipe import Recipe
+from liger_convert.io.files import atomic_write, read_json
+from liger_convert.pipeline.manifest import first_difference
+from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs
+from liger_convert.utils.errors import BadInput
+
+FILE = "begun.json"
+
+
+@dataclass(frozen=True)
+class BegunStage:
+    """settings: the stage, its sources, and whatever else of the recipe changes what it learns. inputs: sha256 by name,
+    see `input_files`."""
+
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+
+    def write(self, out: Path) -> None:
+        atomic_write(out / FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+
+def begun_stage(recipe: Recipe, number: int, model: Path, base: Path, out: Path | None) -> BegunStage:
+    """What stage `number` (from 1) of `recipe` begins with. out: the folder of a stage to resume, None for a new one.
+
+    Raises BadInput if the stage in `out` was begun with something else, or if there is none.
+    """
+    names = set(recipe.stages[number - 1].sources)
+    names |= {source.prompts for name, source in recipe.teachers.items() if name in names and source.prompts}
+    inputs = {"model": model, "base": base}
+    inputs |= {field: path for field, path in data_inputs(recipe).items() if field.split(".")[1] in names}
+    written = recipe.dump()
+    settings = {
+        "--stage": number,
+        "stage": written["stages"][number - 1],
+        "data": {name: source for name, source in written["data"].items() if name in names},
+        **{name: written[name] for name in ("adapt", "precision", "seed")},
+    }
+    if out is None:
+        files = InputFiles({})
+        files.record(inputs)
+        return BegunStage(settings, files.recorded)
+    return _resumed(out, settings, inputs)
+
+
+def _resumed(out: Path, settings: dict[str, Any], inputs: Mapping[str, Path]) -> BegunStage:
+    if not (out / FILE).exists():
+        raise BadInput(f"{out}: has no stage to resume (no {FILE}); name a new folder, without --resume")
+    old = read_json(out / FILE)
+    if not all(isinstance(old.get(name), dict) for name in ("settings", "inputs")):
+        raise BadInput(f"{out / FILE}: was not written by this version of liger-convert; start in a new folder")
+    if (changed := first_difference(old["settings"], settings)) is not None:
+        raise BadInput(f"{out}: was begun with other settings ({changed}); start in a new folder")
+    for change in InputFiles(old["inputs"]).changes(inputs):
+        raise BadInput(str(change))
+    return BegunStage(settings, old["inputs"])

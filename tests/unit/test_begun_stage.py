@@ -1,0 +1,74 @@
+"""`linearize train --resume` continues what was begun, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hostile import check_refusal
+from worlds import World, edited, wrote
+
+from liger_convert.cli import main
+
+
+def train(world: World, *words: str, out: str = "out") -> list[str]:
+    recipe = str(world.folder / "recipe.yaml")
+    return ["train", recipe, "--stage", "1", "--model", "linearized", "--out", out, *words]
+
+
+@pytest.fixture
+def begun(world: World) -> World:
+    """A world with a stage that was trained to its end."""
+    world.linearized()
+    assert main.main(train(world)) == 0
+    return world
+
+
+def other_model(world: World) -> None:
+    path = world.folder / "linearized/config.json"
+    path.write_text(path.read_text() + "\n")
+
+
+CHANGES: dict[str, tuple[Callable[[World], object], list[str], str]] = {
+    "a field of the stage": (lambda w: None, ["--set", "stages[0].tokens=96"], "(stage.tokens was 64, is 96)"),
+    "the kind of the stage": (
+        lambda w: None,
+        ["--set", "stages[0].kind=distill"],
+        '(stage.kind was "align", is "distill")',
+    ),
+    "the seed": (lambda w: None, ["--set", "seed=1"], "(seed was 0, is 1)"),
+    "the model": (other_model, [], "linearized/config.json: has changed since the run began"),
+    "the base": (
+        edited(lambda tensors: tensors["lm_head.weight"].add_(1)),
+        [],
+        "model.safetensors: has changed since the run began",
+    ),
+    "the text": (
+        wrote("text.jsonl", json.dumps({"text": "another text " * 99}) + "\n"),
+        [],
+        "text.jsonl: has changed since the run began",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words", "says"), CHANGES.values(), ids=CHANGES)
+def test_a_stage_is_not_resumed_with_anything_else(
+    begun: World,
+    change: Callable[[World], object],
+    words: list[str],
+    says: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    change(begun)
+    check_refusal(begun, lambda w: train(w, "--resume", *words), says, 2, capfd)
+
+
+def test_what_does_not_change_the_training_may_change(begun: World) -> None:
+    assert main.main(train(begun, "--resume", "--set", "name=other", "--set", "eval.limit=3")) == 0
+
+
+@pytest.mark.parametrize("out", ["linearized", "base"])
+def test_a_folder_without_a_stage_is_not_resumed(world: World, out: str, capfd: pytest.CaptureFixture[str]) -> None:
+    world.linearized()
+    check_refusal(world, lambda w: train(w, "--resume", out=out), f"{out}: has no stage to resume", 2, capfd)
