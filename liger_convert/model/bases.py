@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def check_base(config: Any) -> None:
 def check_settings(config: Any) -> None:
     """Raises BadInput for settings of a supported family's config that are no causal decoder's or contradict another.
 
-    These are a window that its layers ignore, but not its cache, and sliding layers without the size of their window.
+    These are a window that its layers ignore, but not its cache, sliding layers without the size of their window, and
+    queries that are to be scaled by numbers that are missing.
     """
     declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", ())}
     for name in ("sliding_window", "layer_types"):
@@ -46,6 +48,12 @@ def check_settings(config: Any) -> None:
         raise BadInput(
             f"config.json: layer_types has {SLIDING}, but {why}; give a size, or make these layers full_attention"
         )
+    scaled_by = ("llama_4_scaling_beta", "original_max_position_embeddings") if family_of(config).position_scale else ()
+    for name in scaled_by:
+        value = (config.rope_parameters or {}).get(name)
+        if not isinstance(value, int | float):
+            what = f"a number, by which {config.model_type} scales its queries, not {json.dumps(value)}"
+            raise BadInput(f"config.json: rope_parameters.{name} should be {what}")
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(
             "config.json: is_encoder_decoder is true, but a decoder alone is generated from; set it to false"

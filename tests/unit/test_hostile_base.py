@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from hostile import DEEP, DIGITS, ROW, check_refusal, hostile
 from safetensors.torch import load_file
+from tiny import save_tiny_base
 from worlds import World, after, case, wrote
 
 
@@ -121,6 +122,17 @@ CONFIGS = [
             ({"use_sliding_window": True, "sliding_window": None}, "sliding_window is null"),
             ({"use_sliding_window": False, "sliding_window": 8}, "use_sliding_window is false"),
         ]
+    ),
+    *(
+        case(
+            f"no scale of queries, for {command.__name__}",
+            "config.json: rope_parameters.llama_4_scaling_beta should be a number, by which ministral3 scales its",
+            after(
+                lambda w: save_tiny_base("ministral3", w.base, rope_parameters={"rope_type": "default"}),
+                command,
+            ),
+        )
+        for command in (World.convert, generate)
     ),
     case(
         "an encoder",
