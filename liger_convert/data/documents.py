@@ -181,6 +181,11 @@ def _documents(
     if all are empty."""
     template = tokenizer.chat_template or ALPACA_TEMPLATE
     special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's template has them
+    if source.format != "text" and template is ALPACA_TEMPLATE and tokenizer.eos_token is None:
+        raise BadInput(
+            f"data: {_name(source)} has responses, but the tokenizer has no token that ends one; give it an eos_token "
+            "or a chat template"
+        )
     texts: list[_Text | None] = []
     documents: list[tuple[str, Document]] = []
     skipped, tools = 0, False

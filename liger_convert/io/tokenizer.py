@@ -46,7 +46,10 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
                 f"{templates.file_in(folder)}: the chat template is a {type(template).__name__}; it should be text"
             )
         try:
-            templates.render(tokenizer, [{"role": "user", "content": PROBE}], template, ask=True)
+            shown = templates.render(tokenizer, [{"role": "user", "content": PROBE}], template, ask=True)
+            if PROBE.strip() not in shown:  # such as one for contents of several parts only
+                what = "does not show the text of a message; it should do so where message['content'] is a string"
+                raise templates.BadTemplate(f"the chat template {what}")
         except templates.BadTemplate as error:
             raise BadInput(f"{templates.file_in(folder)}: {error}") from None
         except BadInput:

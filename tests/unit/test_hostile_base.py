@@ -288,6 +288,13 @@ TEMPLATES = [
         "asks for more than 512 MiB",
         template("{% set n = namespace(x='aaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"),
     ),
+    *(
+        case(f"no content: {text[:30]}", "the chat template does not show the text of a message", template(text))
+        for text in (
+            "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}</s>{% endfor %}",
+            "{% for m in messages %}{{ m.value }}</s>{% endfor %}",
+        )
+    ),
     case("a division by zero", "fails on these messages (ZeroDivisionError", template("{{ 1 / 0 }}")),
     case("brackets", "the chat template", template("{{" + "(" * 5_000 + "1" + ")" * 5_000 + "}}")),
 ]

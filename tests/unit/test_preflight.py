@@ -142,7 +142,7 @@ def test_a_text_of_another_kind_needs_no_part_to_train_on(home: Path, capsys: An
         ),
         ("{{ messages[1]['content'] }}", "a prompt with one user turn cannot be built"),
         ("{% for m in messages %}", "the chat template has an error in line 1"),
-        ("{# nothing #}", "produces nothing for one user turn"),
+        ("{# nothing #}", "does not show the text of a message"),
     ],
     ids=["needs tools", "needs two turns", "no Jinja", "nothing"],
 )
