@@ -62,8 +62,8 @@ def _write(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The hashes in the folder's SHA256SUMS, by path. Raises BadInput if it is missing or malformed, or names a file
-    outside the folder."""
+    """The hashes in the folder's SHA256SUMS, by path. Raises BadInput if it is missing, empty or malformed, or names
+    a file outside the folder."""
     path = folder / SUMS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -78,6 +78,8 @@ def read_sums(folder: Path) -> dict[str, str]:
         if len(sha256) != 64 or not inside:
             raise BadInput(f"{path}: line {number} is not a sha256 and the path of a file in this folder")
         sums[name] = sha256
+    if not sums:
+        raise BadInput(f"{path}: is empty, so nothing can be checked by it")
     return sums
 
 

@@ -214,6 +214,7 @@ CHECKPOINT_DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a flipped bit in the trainer's state": ("trainer_state.json", flip_bit),
     "no hashes": (checksums.SUMS, Path.unlink),
     "garbled hashes": (checksums.SUMS, lambda path: path.write_text("what\n")),
+    "an empty file of hashes": (checksums.SUMS, lambda path: path.write_text("")),
 }
 
 
@@ -350,3 +351,9 @@ def test_hashes_that_name_a_file_outside_are_refused(tmp_path, capsys):
         (tmp_path / checksums.SUMS).write_text(f"{'0' * 64}  {name}\n")
         assert main.main(["verify", str(tmp_path)]) == 2
         assert "line 1 is not a sha256 and the path of a file in this folder" in capsys.readouterr().err
+
+
+def test_hashes_of_nothing_are_refused(tmp_path, capsys):
+    (tmp_path / checksums.SUMS).touch()
+    assert main.main(["verify", str(tmp_path)]) == 2
+    assert f"{checksums.SUMS}: is empty" in capsys.readouterr().err
