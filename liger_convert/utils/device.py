@@ -25,11 +25,15 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def named_device(name: str) -> torch.device:
-    """The device called `name`, whether or not this machine has it. Raises BadInput for a name that is not a device."""
+    """The device called `name`, whether or not this machine has it. Raises BadInput for a name that is not a device, or
+    is one of another kind, such as mps."""
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
         raise BadInput(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"device: {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    return device
 
 
 def has_fast_bf16(device: torch.device) -> bool:

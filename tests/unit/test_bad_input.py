@@ -69,6 +69,8 @@ RECIPES = [
     case("less than one step", "stages[0].tokens", lambda w: w.run("stages[0].tokens=3")),
     case("bad precision", "use one of auto, float32", lambda w: w.run("precision=half")),
     case("unknown device", "'tpu' is not a device", lambda w: w.run("device=tpu")),
+    case("a device that nothing was written for", "'mps' is not supported; use auto", lambda w: w.run("device=mps")),
+    case("a plan on such a device", "device: 'meta' is not supported", lambda w: w.plan("device=meta")),
     case("a plan on an unknown device", "'gpu' is not a device", lambda w: w.plan("device=gpu")),
     case("absent device", "GPU that does not exist", lambda w: w.run("device=cuda:7")),
     case("unknown suite", "did you mean quick?", lambda w: w.run("eval.suite=quik")),
@@ -469,6 +471,11 @@ COMMANDS = [
         lambda w: ["bench", str(w.base), "--out", str(w.folder / "base")],
     ),
     case("generate from an empty prompt", "the prompt is empty", lambda w: ["generate", str(w.base), "--prompt", " "]),
+    case(
+        "generate on a device that nothing was written for",
+        "device: 'mps' is not supported; use auto, cpu, cuda or cuda:N",
+        lambda w: ["generate", str(w.base), "--prompt", "hi", "--device", "mps"],
+    ),
     case("generate from nothing", "/nowhere", lambda w: ["generate", "/nowhere/at/all", "--prompt", "hi"]),
 ]
 
