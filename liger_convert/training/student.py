@@ -177,11 +177,10 @@ def adapted(lora: Lora, config: Any, shapes: Shapes, *, train_mixer: bool) -> Sh
 def refusal(lora: Lora, config: Any, shapes: Shapes) -> str | None:
     """Why a model with linear maps of these shapes does not support such adapters, or None. The sentence begins with
     the name of the field."""
-    names = {name.rpartition(".")[2] for name in shapes}
+    names = {name.rpartition(".")[2] for name in shapes} - {"embed_tokens"}  # no linear map
     for target in lora_projections(lora, config, shapes):
         if target not in names:
-            known = ", ".join(sorted(names - {"embed_tokens"}))
-            return f"targets: no projection is called {target!r}; use some of {known}"
+            return f"targets: no projection is called {target!r}; use some of {', '.join(sorted(names))}"
     if lora.variant != "pissa":
         return None
     found = adapted(lora, config, shapes, train_mixer=False)

@@ -55,6 +55,11 @@ RECIPES = [
         )
         for command in (World.run, World.plan)
     ),
+    case(
+        "an adapter on the embeddings",
+        "stages[0].lora.targets: no projection is called 'embed_tokens'",
+        lambda w: w.plan("stages[0].lora={targets: [lm_head, embed_tokens]}", RATES),
+    ),
     case("unknown variant of adapters", "lora.variant", lambda w: w.run("stages[0].lora={variant: dorra}", RATES)),
     case(
         "adapters of more vectors than there are",
