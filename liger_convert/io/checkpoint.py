@@ -385,6 +385,8 @@ def check_files(folder: Path) -> None:
     for ever), what is larger than any such file or was never fetched, and JSON that is none."""
     for pattern in (*COMPANIONS, "*.json", "*.safetensors"):
         for path in sorted(Path(folder).glob(pattern)):
+            if pattern in LICENCES and path.is_dir():
+                continue  # such as LICENSES/, which is not copied
             found = require_file(path)
             if found.st_size < LFS_BYTES:
                 with open_input(path) as file:
