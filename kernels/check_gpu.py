@@ -1,9 +1,9 @@
 """Checks every recurrence and every mixer on this machine's GPU: `python kernels/check_gpu.py`.
 
 Ops run on their own cases (odd sizes, states carried in, packing, grouped heads, strong gates), in fp32, in bf16 and
-in whatever else a case is in, by every path there is: the torch op, our kernels (`use("triton")`,
-`use("triton+elementwise")` and `use("triton+slots")`) and, where fla-core is installed, its kernels alone
-(`use("fla")`), also where ours take the case. Outputs, states and all gradients are held to the plain loop in float64
+in whatever else a case is in, by every path there is: the torch op, our kernels (`use("triton")` and
+`use("triton+slots")`) and, where fla-core is installed, its kernels alone (`use("fla")`), also where ours take the
+case. Outputs, states and all gradients are held to the plain loop in float64
 on the CPU, within twice the error of the same loop in the case's dtype. Where one exceeds that, means over variations
 of the case decide: the error of a result of few numbers is as much luck as anything.
 
@@ -120,7 +120,7 @@ def untuned() -> Iterator[None]:
 def paths(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("torch",)
-    return ("torch", "triton", "triton+elementwise", "triton+slots", *(["fla"] if has_fla() else []))
+    return ("torch", "triton", "triton+slots", *(["fla"] if has_fla() else []))
 
 
 @contextmanager

@@ -306,8 +306,7 @@ def test_fla_core_is_asked_for_what_the_kernels_leave() -> None:
     [
         "torch",
         "triton",
-        "triton+elementwise",
-        "triton+elementwise+slots",
+        "triton+slots",
         *(["fla", "triton+fla", "triton+slots+fla"] if gated_kernels.has_fla() else []),
     ],
 )
@@ -326,7 +325,7 @@ def test_the_path_says_which_kernels_run(path: str) -> None:
 
 def test_the_name_that_the_kernels_had_before_is_refused_with_the_paths_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"some of triton, elementwise, slots, fla joined by \+, not by 'triton\+delta'"
+        ValueError, match=r"some of triton, slots, fla joined by \+, not by 'triton\+delta'"
     ):
         gated_kernels.use("triton+delta")
 

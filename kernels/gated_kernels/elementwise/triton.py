@@ -1,7 +1,5 @@
 """The elementwise recurrence in Triton kernels: the op around `launch.py`.
 
-It runs only where it is asked for, by GATED_KERNELS=triton+elementwise, as its speed is not measured yet.
-
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
 
