@@ -17,6 +17,8 @@ from liger_convert.utils.errors import BadInput
 def _count_or_fraction(value: Any) -> Any:
     if value is None or (type(value) in (int, float) and 0 < value < 1):
         return value
+    if type(value) is float and value == 1:
+        refuse("", "1.0 may mean one layer or all of them: give 1 for one layer")
     if type(value) not in (int, float) or value < 1 or value != int(value):
         refuse("", f"should be a whole number of layers above 0, or a fraction of them between 0 and 1, not {value!r}")
     return int(value)

@@ -22,6 +22,7 @@ from liger_convert.model.cuda_graphs import WARM_UP, capture
 from liger_convert.model.decoding import ROOM, on_one_gpu, static_steps
 from liger_convert.model.placing import waits
 from liger_convert.utils.device import out_of_memory
+from liger_convert.utils.errors import LinearizeError
 
 logger = logging.get_logger(__name__)
 
@@ -55,6 +56,7 @@ class Sampler:
         valid_BP = places_P >= pads_B1
         cache = DynamicCache(config=self.model.config)
         logits_BV = self._logits(ids_BP, valid_BP, (places_P - pads_B1).clamp_min(0), cache)
+        check_finite(logits_BV, "the base")
         ids_B1 = self._draw(logits_BV, drawn_BT[:, :1])
         made = [ids_BP, ids_B1]
         if self.fixed:
@@ -124,6 +126,12 @@ class Sampler:
             reason = str(error).splitlines()[0]
             logger.warning_once(f"writing is slower than it could be because its step is not captured: {reason}")
             return None
+
+
+def check_finite(logits_BV: Tensor, whose: str) -> None:
+    """Raises LinearizeError if a row has no token to choose: where its largest logit is infinite or not a number."""
+    if not bool(logits_BV.amax(-1).isfinite().all()):
+        raise LinearizeError(f"the logits of {whose} are not finite, so it cannot write text; are its weights damaged?")
 
 
 def _passed(weights_BV: Tensor, drawn_B1: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
+from liger_convert.data.sampling import check_finite
 from liger_convert.io.inputs import is_text
 from liger_convert.io.templates import render
 from liger_convert.io.tokenizer import check_ids, closes_texts
@@ -67,21 +68,31 @@ def generate(
 
     If there is a chat template and `chat` is set, the prompt is rendered as a user turn. Decoding is greedy at
     temperature 0, and sampled otherwise. write: called with pieces of the text as they are generated; joined, they are
-    the result. Raises BadInput for an empty prompt, and for a temperature or top_p out of range.
+    the result. Raises BadInput for an empty prompt, and for a temperature or top_p out of range, and LinearizeError for
+    logits that are not finite.
     """
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise BadInput(f"temperature: should be 0, or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, not {temperature:g}")
     if not 0 < top_p <= 1:
         raise BadInput(f"top_p: should be above 0 and at most 1, not {top_p:g}")
     streamer = _Streamer(tokenizer, write) if write is not None else None
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    options |= {"streamer": streamer, "logits_processor": LogitsProcessorList([_RefuseNonFinite()])}
     torch.manual_seed(seed)
-    return _complete(model, tokenizer, [prompt], max_new_tokens, chat, streamer=streamer, **sampling)[0]
+    return _complete(model, tokenizer, [prompt], max_new_tokens, chat, **options)[0]
 
 
 def continuations(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
     """Greedy responses to all `prompts`, in one batch. The prompts are user turns if there is a chat template."""
     return _complete(model, tokenizer, prompts, max_new_tokens, chat=True)
+
+
+class _RefuseNonFinite(LogitsProcessor):
+    """Raises LinearizeError where a model's logits are no numbers: its text would be of arbitrary tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        check_finite(scores, "the model")
+        return scores
 
 
 class _Streamer(TextStreamer):

@@ -34,6 +34,7 @@ from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import AlignTargets, LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.utils.errors import LinearizeError
 
 INV_TEMPERATURES = (10.0, 20.0, 40.0)
 # Added to the gate's initial bias. With `gla`, a bias of 6 lasts 6,450 tokens, 4.5 lasts 1,440, and 3 lasts 321.
@@ -223,9 +224,7 @@ def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
 
     weight_GR = weight_H.unflatten(0, (groups, shared))
     weight_GR = weight_GR / weight_GR.sum(1, keepdim=True)
-    squares_G, directions_GDE = torch.linalg.eigh(
-        torch.einsum("gr,grxd,grxe->gde", weight_GR, pairs_GRDD, pairs_GRDD).double()
-    )
+    squares_G, directions_GDE = _eigen(torch.einsum("gr,grxd,grxe->gde", weight_GR, pairs_GRDD, pairs_GRDD))
     strength_GE = squares_G.float()[:, -size:].flip(1).clamp_min(0).sqrt()
     directions_GDE = directions_GDE.float()[..., -size:].flip(2)
     k_turn_GDE = k_white_GDD @ directions_GDE * strength_GE[:, None] ** STRENGTH
@@ -361,9 +360,17 @@ def _regress(
 
 def _whitener(x_NKD: Tensor) -> Tensor:
     """[K,D,D]: the symmetric matrix that brings the covariance of centered vectors close to the identity."""
-    values_KD, vectors_KDD = torch.linalg.eigh((torch.einsum("nkd,nke->kde", x_NKD, x_NKD) / len(x_NKD)).double())
+    values_KD, vectors_KDD = _eigen(torch.einsum("nkd,nke->kde", x_NKD, x_NKD) / len(x_NKD))
     scale_KD = (values_KD.clamp_min(0) + RIDGE * values_KD.mean(-1, keepdim=True)).clamp_min(1e-12).rsqrt()
     return (vectors_KDD @ (scale_KD[..., None] * vectors_KDD.mT)).float()
+
+
+def _eigen(squares_KDD: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, in float64. Raises LinearizeError if the squares are not finite."""
+    if not bool(squares_KDD.isfinite().all()):
+        raise LinearizeError("calibration: the squares of the base's queries and keys are not finite; is it damaged?")
+    values_KD, vectors_KDD = torch.linalg.eigh(squares_KDD.double())
+    return values_KD, vectors_KDD
 
 
 def _some(x_GNE: Tensor, count: int) -> Tensor:

@@ -122,6 +122,7 @@ RECIPES = [
     case("nothing repeated", "layers.repeat", lambda w: w.plan("layers={repeat: []}")),
     case("list of wrong length", "layers: names 1 layers", lambda w: w.run("layers=[main]")),
     case("too many layers kept", "layers.softmax_auto: 3 is too many", lambda w: w.run("layers={softmax_auto: 3}")),
+    case("one layer or all", "1.0 may mean one layer or all of them", lambda w: w.run("layers={softmax_auto: 1.0}")),
     case("half a layer kept", "between 0 and 1, not 1.5", lambda w: w.run("layers={softmax_auto: 1.5}")),
     case("neither a recipe nor a base", "RECIPE: is missing", lambda w: ["run"]),
     case("a base as a recipe", "to convert a base, use --base base", lambda w: ["run", "base"]),

@@ -28,6 +28,7 @@ from liger_convert.model.loading import linearize_base
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training import calibrate as module
 from liger_convert.training.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_mix_weight
+from liger_convert.utils.errors import LinearizeError
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15))).expand(2, 40)
@@ -196,6 +197,14 @@ def test_a_fixed_mix_is_left_alone(tmp_path: Path) -> None:
     before = state(model)
     calibrate(model, base, TOKENS, POSITIONS)
     assert same(before, model.state_dict())
+
+
+def test_a_base_with_absurd_weights_ends_in_a_sentence(tmp_path: Path) -> None:
+    base, model = base_and_model(tmp_path)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data *= 1e30
+    with pytest.raises(LinearizeError, match="not finite; is it damaged"):
+        calibrate(model, base, TOKENS, POSITIONS)
 
 
 def test_rows_whose_documents_end_inside_the_window_leave_a_model_as_it_was(tmp_path: Path) -> None:

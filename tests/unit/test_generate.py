@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from liger_convert.eval.generation import continuations, generate, load_model
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 CPU = torch.device("cpu")
 
@@ -109,6 +109,14 @@ def test_text_is_greedy_whatever_the_models_own_settings_are(model: Any, setting
         assert model.generation_config is given
     finally:
         model.generation_config = own
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_end_in_a_sentence(folder: Path, temperature: float) -> None:
+    damaged = load_model(folder, CPU, "float32")
+    damaged.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(LinearizeError, match="the logits of the model are not finite"):
+        generate(damaged, tiny_tokenizer(), "once upon a time", temperature=temperature, max_new_tokens=3)
 
 
 def test_an_empty_prompt_is_bad_input(model: Any) -> None:

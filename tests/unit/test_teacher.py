@@ -17,7 +17,7 @@ from liger_convert.data.documents import Document, load_source
 from liger_convert.data.sampling import Sampler
 from liger_convert.model import placing
 from liger_convert.model.loading import load_base
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 CPU = torch.device("cpu")
 BOS, EOS = 1, 2
@@ -113,6 +113,13 @@ def test_a_cache_of_fixed_size_writes_the_likeliest_tokens(base: Path, fixed: bo
     for batch in (prompts, prompts[::-1], prompts[:1]):
         made_BT = sampler(batch, [(0, i) for i in range(len(batch))])
         assert made_BT.tolist() == [continued(base, prompt, 24) for prompt in batch]
+
+
+def test_a_base_whose_logits_are_no_numbers_writes_nothing(base: Path) -> None:
+    damaged = load_base(base, CPU, torch.float32)
+    damaged.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(LinearizeError, match="the logits of the base are not finite"):
+        Sampler(damaged, 24, 1.0, 1.0)([[BOS]], [(0, 0)])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
