@@ -66,9 +66,9 @@ def use(path: str) -> None:
     flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
     runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
     on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
-    once. "+slots" adds our kernels for that recurrence, whose speed is not measured yet. The
-    environment variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go
-    to torch. So does what the kernels do not support, with one warning that says why.
+    once. "+slots" adds our kernels for that recurrence, whose speed is not measured yet. The environment variable
+    GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go to torch. So does what
+    the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """

@@ -39,7 +39,7 @@ from liger_convert.benchmark.sides import (
 from liger_convert.config.resources import PACKAGE
 from liger_convert.model import linear_layers
 from liger_convert.model.decoding import why_plain
-from liger_convert.model.quantization import store_in_8_bits
+from liger_convert.model.quantization import check_8_bits, store_in_8_bits
 from liger_convert.pipeline.manifest import machine
 from liger_convert.utils.device import out_of_memory
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
@@ -244,6 +244,8 @@ def bench_models(
     LinearizeError when the model's check fails, BadInput for a model whose cache cannot be filled. A base that fails
     its check, or that cannot run, is in `missing` with the reason.
     """
+    if options.quantize is not None:
+        check_8_bits(options.quantize)  # before a model is loaded
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}

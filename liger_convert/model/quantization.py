@@ -113,13 +113,17 @@ def check_quantizable(config: Any, folder: Any, name: str) -> None:
     Refused are unknown schemes, models that are already quantized, families with experts, and environments without
     compressed-tensors.
     """
-    if name not in SCHEMES:
-        raise BadInput(f"--quantize: {name!r} is unknown{did_you_mean(name, SCHEMES)}; use {' or '.join(SCHEMES)}")
+    _check_known(name)
     refuse_quantized(config, folder, "export")
     if family_of(config).moe:
         what = "has experts, whose int8 weights transformers cannot read and vLLM runs on few processors"
         raise BadInput(f"--quantize: {config.model_type} {what}; leave it out")
     check_installed(f"--quantize {name}:")
+
+
+def _check_known(name: str) -> None:
+    if name not in SCHEMES:
+        raise BadInput(f"--quantize: {name!r} is unknown{did_you_mean(name, SCHEMES)}; use {' or '.join(SCHEMES)}")
 
 
 def linear_weights(model: nn.Module) -> list[str]:
@@ -128,16 +132,20 @@ def linear_weights(model: nn.Module) -> list[str]:
     return [f"{name}.weight" for name in linear if f".{MIXER_MODULE}." not in name]
 
 
+def check_8_bits(name: str) -> None:
+    """Raises BadInput unless `store_in_8_bits` knows the scheme `name`, and torchao is installed."""
+    _check_known(name)
+    if importlib.util.find_spec("torchao") is None:
+        raise BadInput(f"--quantize {name}: needs the package torchao, which is not installed; {INSTALL_TORCHAO}")
+
+
 def store_in_8_bits(model: nn.Module, name: str) -> None:
     """Stores the weights of `linear_weights` by torchao, in place; inputs are not quantized. name: a key of SCHEMES.
 
     Every row has one scale. This is what transformers does with `TorchAoConfig(Int8WeightOnlyConfig())`. Raises
     BadInput for an unknown name and without torchao.
     """
-    if name not in SCHEMES:
-        raise BadInput(f"--quantize: {name!r} is unknown{did_you_mean(name, SCHEMES)}; use {' or '.join(SCHEMES)}")
-    if importlib.util.find_spec("torchao") is None:
-        raise BadInput(f"--quantize {name}: needs the package torchao, which is not installed; {INSTALL_TORCHAO}")
+    check_8_bits(name)
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     chosen = set(linear_weights(model))

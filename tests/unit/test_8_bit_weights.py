@@ -187,6 +187,13 @@ def test_transformers_loads_an_export_with_such_weights(tmp_path: Any) -> None:
     assert loaded.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 7)
 
 
+def test_a_bench_asks_for_torchao_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    options = bench.Options([8], 1, 1, 1, torch.device("cpu"), torch.float32, quantize="int8")
+    with pytest.raises(BadInput, match="needs the package torchao"):
+        bench.bench_models("tiny", lambda: pytest.fail("a model was loaded"), None, options, lambda *_: None)
+
+
 def test_without_torchao_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"--quantize int8: needs the package torchao.*liger-convert\[torchao\]"):

@@ -453,11 +453,7 @@ COMMANDS = [
         "diagnose without the rows", "piqa.jsonl", lambda w: ["diagnose", str(w.linearized()), "--data", str(w.folder)]
     ),
     case("compare one run", "1 is too few to compare", lambda w: ["compare", str(w.folder)]),
-    case(
-        "compare a run without a report",
-        "has no report.json",
-        lambda w: ["compare", str(w.folder), str(w.base)],
-    ),
+    case("compare a run without a report", "has no report.json", lambda w: ["compare", str(w.folder), str(w.base)]),
     case("compare nothing", "/nowhere/at/all: there is no such file", lambda w: ["compare", "/nowhere/at/all", "b"]),
     case(
         "compare what is no report",
