@@ -19,6 +19,7 @@ A row's cache may be a page elsewhere (see pages.py), and the slot of its oldest
 If the GPU supports it (programmatic dependent launch), each kernel is launched while the one before it still runs. It
 prefetches data that does not depend on that one, and waits for it before it reads anything else. The first kernel waits
 before it lets the second begin. So everything from before the first kernel is complete when the second loads the state.
+Programs that wait take up room: with many rows and a state of several tiles, kernels run one after the other.
 
 Features, the state and sums are in fp32. Products of fp32 operands are three TF32 products, or two where TF32 holds
 one operand.
@@ -57,6 +58,7 @@ class LaunchConfig(NamedTuple):
     part: int = 8192  # elements of a tile if they are more; two tiles are then in flight
     a_warp: int = 2048  # elements of a tile per warp; there are at least 4 warps
     registers: int = 128  # of a thread where all rows are one tile: four programs then share a multiprocessor
+    early: int = 128  # rows times heads up to which kernels overlap where a state is several tiles
 
 
 LAUNCH = LaunchConfig()
@@ -80,7 +82,7 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
         FG = gate.bias_GF.shape[1]
     BF, BV = _block_of_state(F, D, R, B * G)
     wide = CD * v.element_size() > 256
-    overlap = chips.overlaps_launches(o.device)
+    overlap = chips.overlaps_launches(o.device) and (BF >= F or B * G <= LAUNCH.early)
     sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     power, query_weight, memory_log = memory_weight or (None, None, None)
