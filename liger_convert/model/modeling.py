@@ -421,6 +421,8 @@ def _classes(model_type: str) -> tuple[type, type, type]:
     }
     if FAMILIES[model_type].softcap:
         common["_supports_sdpa"] = False  # sdpa ignores the softcap
+    # transformers looks for a decorator in the source of a class's module, and without it runs experts one by one
+    common["_can_set_experts_implementation"] = classmethod(lambda cls: base_lm._can_set_experts_implementation())
     backbone = type(f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), common)
     lm = type(f"Linearized{base_lm.__name__}", (LinearizedForCausalLM, base_lm), {**common, "_backbone": backbone})
     conversion = get_checkpoint_conversion_mapping(model_type)

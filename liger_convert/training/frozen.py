@@ -2,10 +2,15 @@
 
 Autocast casts a matrix to that dtype before every matmul anyway, so the result of training is bit-identical. Embeddings
 and norms stay in float32, because autocast does not round them.
+
+A mixture's experts are one tensor [experts, out, in] for each of their layers. The grouped product that transformers
+takes for them is left alone by autocast. In float32 it would be slow, and read the number of tokens of each expert on
+the host, which rules out a CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,9 +37,25 @@ def narrow_frozen(model: Any, stage: Stage, dtype: torch.dtype) -> None:
     left alone. The cast weights then differ from the stored ones."""
     if not is_narrowed(stage, dtype):
         return
-    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    for name, module in whole.model.layers.named_modules():
-        if isinstance(module, torch.nn.Linear) and f".{MIXER_MODULE}." not in name:
+    for parameter in _matrices(model):
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def run_wide_experts_apart(model: Any, dtype: torch.dtype) -> None:
+    """Runs experts one by one, whose products autocast casts, if some are wider than the compute dtype."""
+    if any(p.dim() == 3 and p.dtype.itemsize > dtype.itemsize for p in _matrices(model)):
+        _whole(model).set_experts_implementation("eager")
+
+
+def _whole(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _matrices(model: Any) -> Iterator[torch.nn.Parameter]:
+    """What belongs to the linear maps and experts in the layers, except those of mixers."""
+    for name, module in _whole(model).model.layers.named_modules():
+        if f".{MIXER_MODULE}." not in f"{name}.":
             for parameter in module.parameters(recurse=False):
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(dtype)
+                if isinstance(module, torch.nn.Linear) or parameter.dim() == 3:
+                    yield parameter

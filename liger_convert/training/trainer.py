@@ -28,7 +28,7 @@ from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
 from liger_convert.training.averaging import are_alike, average_flats, average_gradients, begin_alike
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
-from liger_convert.training.frozen import narrow_frozen
+from liger_convert.training.frozen import narrow_frozen, run_wide_experts_apart
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.sharding import copy_whole
 from liger_convert.training.sharing import share, steps_of
@@ -156,6 +156,7 @@ class StageTrainer(Trainer):
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # keeps accelerate from wrapping it in DDP
         else:
             narrow_frozen(model, stage, dtype)
+            run_wide_experts_apart(model, dtype)
             model.to(args.device)
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
         self.watch = _Watch(stage.step_tokens, progress, device, processes)

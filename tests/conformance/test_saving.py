@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from liger_convert.io.checkpoint import Checkpoint
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import linearize_base, load_linearized
+from liger_convert.model.modeling import CLASSES
 from liger_convert.pipeline.convert import convert_checkpoint
 
 
@@ -70,3 +71,16 @@ def test_bfloat16_decodes_as_it_prefills(model: Any, tmp_path: Path) -> None:
 def test_a_config_of_another_format_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"linearization\.format is 3, but this code reads 2"):
         linearize_base(base_folder("llama"), linearization() | {"format": 3})
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_a_saved_model_runs_its_experts_as_its_base_does(family: str, tmp_path: Path) -> None:
+    """Whichever of the two classes is asked first: transformers keeps what it found for a class and those below it."""
+    found = "_can_set_experts_implementation_cached_value"
+    base = AutoModelForCausalLM.from_pretrained(base_folder(family))
+    linearize_base(base_folder(family), linearization(type="gla", window=5, sinks=2)).save_pretrained(tmp_path)
+    for cls in {cls for kind in CLASSES[family][1:] for cls in kind.__mro__} - {object}:
+        if found in vars(cls):
+            delattr(cls, found)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._experts_implementation == base.config._experts_implementation == "grouped_mm"

@@ -12,15 +12,18 @@ import torch
 from safetensors.torch import load_file
 from stages import folders, make_stage, result_bytes, train
 from tiny_models import TOKENS, build
+from transformers import CONFIG_MAPPING
 
 from liger_convert.config.stages import LearningRates, Lora
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_linearized, load_pretrained
 from liger_convert.training import merge, trainer
-from liger_convert.training.frozen import narrow_frozen
+from liger_convert.training.frozen import narrow_frozen, run_wide_experts_apart
 from liger_convert.training.student import prepare
 
 ALONE = LearningRates(mixer=1e-2)
+ALL = LearningRates(mixer=1e-2, attention=1e-3, body=1e-3)
+MOE = [name for name in FAMILIES if hasattr(CONFIG_MAPPING[name](), "num_experts_per_tok")]
 BY_LORA = {"learning_rates": LearningRates(mixer=1e-2, lora=1e-2), "lora": Lora(rank=2)}
 
 
@@ -35,12 +38,30 @@ def loss_and_gradients(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_of_a_training_changes(family: str) -> None:
     model = prepare(build(family, type="gla", window=5, sinks=2), stage := make_stage("distill", learning_rates=ALONE))
+    if family in MOE:
+        model.set_experts_implementation("eager")  # whose products autocast casts
     before, held = loss_and_gradients(model), sum(p.nbytes for p in model.parameters())
     narrow_frozen(model, stage, torch.bfloat16)
     assert sum(p.nbytes for p in model.parameters()) < held
     after = loss_and_gradients(model)
     assert len(after) == len(before) > 1
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_frozen_experts_are_narrow_and_grouped_and_trained_ones_are_wide_and_apart(family: str) -> None:
+    for rates, dtype, apart in ((ALONE, torch.bfloat16, False), (ALL, torch.float32, True)):
+        model = prepare(
+            build(family, type="gla", window=5, sinks=2), stage := make_stage("distill", learning_rates=rates)
+        )
+        model.set_experts_implementation("grouped_mm")
+        narrow_frozen(model, stage, torch.bfloat16)
+        run_wide_experts_apart(model, torch.bfloat16)
+        experts = [p for name, p in model.named_parameters() if ".experts." in name]
+        assert len(experts) == 6
+        assert {p.dtype for p in experts} == {dtype}
+        assert (model.config._experts_implementation == "eager") is apart
+        assert all(value.isfinite().all() for value in loss_and_gradients(model))
 
 
 def test_embeddings_in_fewer_digits_would_change_it() -> None:
