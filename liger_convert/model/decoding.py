@@ -14,8 +14,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -103,7 +105,7 @@ class Decoder:
                 layer.to_static(attention.spec.cache_window, in_place=False)
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
-        with static_steps(self._layers()), with_forwards(self.fused):
+        with static_steps(self._layers()), with_forwards(self.fused), masks_without_copies():
             metadata = SequenceMetadata.build(ids_B1, positions_B1, None, self.linear[0].positions, static=True)
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
             return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits
@@ -180,6 +182,24 @@ def _is_step(inputs: dict[str, Any]) -> bool:
 def _has_padding(mask_BS: Tensor | None) -> bool:
     """Whether the new token of a row is padding."""
     return mask_BS is not None and not bool(mask_BS[:, -1].all())
+
+
+@contextlib.contextmanager
+def masks_without_copies() -> Iterator[None]:
+    """Makes the masks of eager attention without a number from the host, which transformers before 5.21 copies to the
+    GPU for each of them. A captured step may copy nothing from there."""
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _eager_mask
+    try:
+        yield
+    finally:
+        with contextlib.suppress(KeyError):  # the step of another thread may have ended first
+            del ALL_MASK_ATTENTION_FUNCTIONS["eager"]  # transformers' own is found again
+
+
+def _eager_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor:
+    """0 where a key is visible, the lowest number elsewhere."""
+    visible = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **{**kwargs, "allow_is_causal_skip": False})
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 @contextlib.contextmanager

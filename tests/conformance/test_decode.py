@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -12,12 +13,15 @@ import torch
 from tiny import save_tiny_base
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, TextStreamer
+from transformers.integrations import moe
+from transformers.masking_utils import AttentionMaskInterface
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import decoding, modeling
 from liger_convert.model.cache import StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.decoding import Decoder
+from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import linearize_base
 
 aten: Any = torch.ops.aten
@@ -125,6 +129,7 @@ def test_no_step_in_place_moves_a_tensor_or_changes_a_shape() -> None:
         assert step(3) == step(4) == step(5)
 
 
+LOOKED = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
 CONVOLVED = {"type": "mamba", "short_conv": 4, "output_gate": True, "skip": True}
 
 
@@ -139,8 +144,28 @@ def test_a_step_reads_no_value_on_the_host(spec: dict[str, Any]) -> None:
         given = TOKENS[:, 3:4], torch.tensor([[3]]), torch.ones(2, 256).long()
         with torch.profiler.profile() as profile:
             decoder.step(*given)
-    looked = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
-    assert not looked & {event.key for event in profile.key_averages()}
+    assert not LOOKED & {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_no_family_reads_a_value_on_the_host_or_copies_one_from_there(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A softmax layer and experts included. Their grouped product is left out: on a CPU it reads sizes on the host.
+    Eager attention's masks are made without transformers' own, which copies a number to the GPU before 5.21."""
+    model, cache = copy.deepcopy(build(family, 1)), DynamicCache()
+    model.set_attn_implementation("eager")
+    decoder = Decoder(model, in_place=True)
+    with torch.no_grad():
+        model(TOKENS[:, :2], past_key_values=cache, use_cache=True)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "eager", None)
+        monkeypatch.setattr(moe, "_grouped_mm", lambda x, weight, offs: x.new_zeros(len(x), weight.shape[2]))
+        inputs = {"input_ids": TOKENS[:, 2:3], "position_ids": torch.tensor([[2]]), "past_key_values": cache}
+        decoder(**inputs, use_cache=True)
+        given = TOKENS[:, 3:4], torch.tensor([[3]]), torch.ones(2, 256).long()
+        with torch.profiler.profile() as profile:
+            decoder.step(*given)
+    assert not LOOKED & {event.key for event in profile.key_averages()}
 
 
 def test_streamed_and_sampled_steps_are_the_plain_ones(model: Any, in_place: bool) -> None:
