@@ -82,7 +82,8 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
         FG = gate.bias_GF.shape[1]
     BF, BV = _block_of_state(F, D, R, B * G)
     wide = CD * v.element_size() > 256
-    overlap = chips.overlaps_launches(o.device) and (BF >= F or B * G <= LAUNCH.early)
+    heads = B * G
+    overlap = chips.overlaps_launches(o.device) and (BF >= F or heads <= LAUNCH.early)
     sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     power, query_weight, memory_log = memory_weight or (None, None, None)
