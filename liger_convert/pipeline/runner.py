@@ -107,8 +107,12 @@ class Run:
 
     def _check_outputs(self, steps: Sequence[Step]) -> None:
         """Raises BadInput unless the outputs that this run goes on from or ends with are those that its steps wrote."""
+        rewritten = () if "report" in self.manifest.steps else self.steps.written_by_report
+        # the report may have been stopped after it wrote them, and before it recorded that
+        unsure = {str(path.relative_to(self.out)) for path in rewritten if path.exists()}
         for name in sorted(self._needed(steps) | {"export", "report"}):
-            recorded = self.manifest.steps.get(name, {}).get("outputs", {})
+            outputs = self.manifest.steps.get(name, {}).get("outputs", {})
+            recorded = {path: sha256 for path, sha256 in outputs.items() if path not in unsure}
             if found := checksums.problems(self.out, recorded):
                 raise BadInput(f"{found[0]}; restore what step {name} wrote, or start a new run in a new folder")
 
@@ -219,7 +223,7 @@ def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], res
             manifest.sign(new)
     with manifest.lock(out):
         folder = RunFolder(out)
-        folder.remove(*out.glob(".*.partial-*"))  # left by a process that was killed
+        folder.remove(*out.glob(".*.partial-*"), *out.glob("export/.*.partial-*"))  # left by a process that was killed
         record = Manifest.read(out)
         _take_recipe(record, folder, Manifest.new(recipe, text, overrides, record.machine))
         _take_threads(record)

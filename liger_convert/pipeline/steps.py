@@ -414,6 +414,11 @@ class RunSteps:
             "keep": self.folder.step("eval"),
         }
 
+    @property
+    def written_by_report(self) -> list[Path]:
+        """The outputs of the step `export` that the step `report` writes anew."""
+        return [self.folder.path("export", name) for name in (card.CARD, checksums.SUMS)]
+
     def work_along(self, work: str, **task: Any) -> None:
         """What every process except the first does with a task that the first one has announced."""
         if work == "measure":
@@ -426,9 +431,7 @@ class RunSteps:
     def _report(self, folder: Path) -> dict[str, Any]:
         results = json.loads((self.folder.step("eval") / "results.json").read_text(encoding="utf-8"))
         report.write_report(self.out, results, asdict(self.manifest))
-        exported = self.folder.path("export")
-        card.add_figures(exported, (self.out / "report.md").read_text(encoding="utf-8"))
-        checksums.renew_sum(exported / card.CARD)
-        changed = checksums.sha256_of([exported / card.CARD, exported / checksums.SUMS], self.out)
-        self.manifest.steps["export"]["outputs"] |= changed
+        card.add_figures(self.folder.path("export"), (self.out / "report.md").read_text(encoding="utf-8"))
+        checksums.renew_sum(self.folder.path("export") / card.CARD)
+        self.manifest.steps["export"]["outputs"] |= checksums.sha256_of(self.written_by_report, self.out)
         return {}

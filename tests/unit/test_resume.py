@@ -179,6 +179,26 @@ def test_an_input_that_changes_during_a_run_is_noticed_at_the_next_step(broken, 
     assert "[7/" not in said  # the step after
 
 
+@pytest.mark.parametrize("after", ["add_figures", "renew_sum"])
+def test_a_run_stopped_while_its_report_writes_the_card_goes_on(broken, capsys, monkeypatch, after):
+    module = {"add_figures": steps.card, "renew_sum": checksums}[after]
+    real = getattr(module, after)
+
+    def stopped(*arguments):
+        real(*arguments)
+        (broken / "interrupted/export/.README.md.partial-1").touch()  # as if it was killed a little earlier
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, after, stopped)
+        assert resume(capsys)[0] == 130
+    code, said = resume(capsys)
+    assert code == 0, said
+    assert not (broken / "interrupted/export/.README.md.partial-1").exists()
+    assert main.main(["verify", "interrupted"]) == 0
+    assert main.main(["verify", "interrupted/export"]) == 0
+
+
 # --- checkpoints of a stage
 
 
