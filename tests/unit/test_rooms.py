@@ -1,12 +1,14 @@
 """Imports inside liger_convert go one way: a subpackage imports only from those before it in SUBPACKAGES."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import liger_convert
 
 PACKAGE = Path(liger_convert.__file__).parent
+ROOT = Path(__file__).parents[2]
 SUBPACKAGES = [
     "utils",
     "io",
@@ -46,6 +48,18 @@ def upward(subpackage: str, source: str) -> list[str]:
 
 def test_every_subpackage_is_in_the_list():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(SUBPACKAGES)
+
+
+def test_a_wheel_has_every_folder_of_the_packages():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {
+        str(file.parent.relative_to(place)).replace("/", ".")
+        for place, name in ((ROOT, "liger_convert"), (ROOT / "kernels", "gated_kernels"))
+        for file in (place / name).rglob("*")
+        if file.suffix in (".py", ".html", ".css")
+    }
+    data = {"liger_convert.shipped_recipes", "liger_convert.shipped_suites"}  # elsewhere in a checkout
+    assert set(listed) == folders | data
 
 
 def test_no_subpackage_imports_from_a_later_one():
