@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import tempfile
@@ -108,6 +109,15 @@ def test_the_balance_loss_reaches_the_router_through_gradient_checkpointing() ->
     for plain, again in zip(*gradients):
         assert plain.any()
         torch.testing.assert_close(again, plain)
+
+
+def test_a_model_can_be_copied_while_it_is_trained_by_a_trainer_that_leaves_the_balance_loss() -> None:
+    model = mom("gla").train()
+    model(TOKENS).logits.sum().backward()
+    twin = copy.deepcopy(model)
+    assert take_auxiliary_loss(twin) == 0.0
+    assert take_auxiliary_loss(model) > 0.0
+    assert torch.equal(twin.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
 
 
 def test_of_a_mixture_is_calibrated_what_is_calibrated_of_its_memories() -> None:
