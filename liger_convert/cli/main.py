@@ -6,6 +6,8 @@ are imported inside the commands, so that `linearize --help` and shell completio
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -113,9 +115,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program() -> int:
-    """`main` as a program. After a signal to stop, a thread that a library left running can keep the process alive for
-    at most GRACE seconds."""
+    """`main` as a program, which ends with its exit code whatever signals come after it.
+
+    Leaves out Python's own clean-up of modules, which takes seconds once torch is loaded, and in which a signal would
+    end the process as if its work was not done. After a signal to stop, a thread that a library left running can keep
+    the process alive for at most GRACE seconds.
+    """
+    code: int | None = None
+
+    def leave(*_: object) -> None:
+        if code is not None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    atexit.register(leave)  # before the libraries register what they do at the end, so that it runs last
     code = main()
+    for number in interrupts.STOPPING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, leave)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         timer = threading.Timer(interrupts.GRACE, os._exit, [code])
         timer.daemon = True  # does not keep the process alive by itself

@@ -242,6 +242,45 @@ with interrupts.handled("last words"):
     assert time.monotonic() - asked < 5
 
 
+@pytest.mark.parametrize("code", [0, 130])
+def test_a_signal_after_the_work_does_not_change_how_a_command_ends(code):
+    script = f"""
+import atexit, time
+import linearize_command
+from liger_convert.cli import main
+main.main = lambda: atexit.register(lambda: (print("ready", flush=True), time.sleep(20))) and {code}
+raise SystemExit(main.program())
+"""
+    process = start(Path.cwd(), script=script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == code
+    assert time.monotonic() - asked < 5
+
+
+def test_a_command_does_not_wait_for_pythons_clean_up_of_modules():
+    script = """
+import sys, time
+import linearize_command
+from liger_convert.cli import main
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(20)
+slow = Slow()
+main.main = lambda: sys.stdout.write("result") * 0
+raise SystemExit(main.program())
+"""
+    process = start(Path.cwd(), script=script)
+    began = time.monotonic()
+    assert process.communicate(timeout=60) == ("result", "")
+    assert process.returncode == 0
+    assert time.monotonic() - began < 15
+
+
 @pytest.mark.parametrize(("code", "ends"), [(143, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_after_a_signal_a_thread_that_was_left_behind_does_not_keep_the_process(code, ends):
     script = f"""
