@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.io.inputs import JSON_BYTES, parse_json, read_text
+from liger_convert.utils import interrupts
 from liger_convert.utils.errors import BadInput, LinearizeError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -83,8 +84,9 @@ def temporary_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[P
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(descriptor)
+        with interrupts.finishing():
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
 
 
 def _locked_folder(path: Path, mode: int) -> tuple[Path, int] | None:

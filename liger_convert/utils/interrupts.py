@@ -20,6 +20,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 _received: int | None = None  # the first signal to stop
 _deferring = False
+_finishing = 0  # how many `finishing` blocks the main thread is in
+_owed = False  # a signal came in such a block
 
 
 class Stopped(KeyboardInterrupt):
@@ -87,9 +89,32 @@ def deferred() -> Iterator[None]:
         raise Stopped
 
 
+@contextlib.contextmanager
+def finishing() -> Iterator[None]:
+    """Context for a short clean-up, which a signal to stop, such as a second Ctrl-C, does not leave half done.
+
+    It raises Stopped at the end of the block. A signal long before it can still end the process, see `handled`.
+    """
+    global _finishing, _owed
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _finishing += 1
+    try:
+        yield
+    finally:
+        _finishing -= 1
+        owed, _owed = _owed and not _finishing, _owed and bool(_finishing)
+        if owed:
+            raise Stopped
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
-    global _received
+    global _received, _owed
     first, _received = _received is None, _received or number
+    if _finishing:
+        _owed = True
+        return
     if not (first and _deferring):
         raise Stopped
     signal.setitimer(signal.ITIMER_REAL, SAVING)

@@ -3,6 +3,7 @@ alone. A full disk ends in one sentence.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from worlds import World, files
 
 from liger_convert.cli import main
 from liger_convert.io.files import atomic_dir, scratch_folder, temporary_folder
+from liger_convert.utils import interrupts
 
 HOLD = """
 import sys, time
@@ -45,6 +47,24 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
         assert not left.exists()
         assert partial.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_second_signal_leaves_no_temporary_folder_half_removed(tmp_path, monkeypatch):
+    real = shutil.rmtree
+
+    def rmtree(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        real(*arguments, **options)
+
+    def write():
+        with atomic_dir(tmp_path / "out") as partial:
+            (partial / "weights").write_text("x")
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.raises(interrupts.Stopped), interrupts.handled(""):
+        write()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_another_host_writes_on_a_shared_disk_is_left_alone(tmp_path, monkeypatch):
