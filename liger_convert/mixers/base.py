@@ -131,11 +131,11 @@ class Mixer(nn.Module, ABC):
         self.read_norm = ReadNorm(dims) if has_norm else None
         self.read_gate = ReadGate(dims) if has_gate else None
 
-    @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which cannot hold a loss that still has its graph."""
         return self.__dict__ | {"auxiliary_loss": None}
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initializes every parameter; the memory starts with little weight compared to the window."""
         if self.spec.combine == "learned":
