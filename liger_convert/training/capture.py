@@ -29,7 +29,31 @@ FwdBwd = Callable[[dict[str, Tensor]], Tensor]
 # With "sdpa", transformers checks the positions on the host for rows of several documents, and then builds a mask. It
 # passes no mask to an attention implementation for which no mask function is registered.
 MASKLESS = "sdpa_of_one_document"
-AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+
+
+def attend_within_one_document(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' causal attention [B,T,H,D] for queries, keys and values [B,H,T,D] of rows that are one document.
+
+    sliding_window: how many tokens a query of the base's layer sees, itself included. Their mask is made on the device.
+    """
+    T = query.shape[2]
+    if sliding_window is not None and sliding_window < T:
+        i = torch.arange(T, device=query.device)
+        distance_TT = i[:, None] - i
+        attention_mask = ((distance_TT >= 0) & (distance_TT < sliding_window))[None, None]
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return found
+
+
+AttentionInterface.register(MASKLESS, attend_within_one_document)
 
 
 def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, exchanges: bool) -> str | None:
@@ -53,8 +77,6 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
             return "layers of the teacher are kept in host memory"
         if (attention := model.config._attn_implementation) != "sdpa":
             return f"the attention is {attention!r}, not 'sdpa'"
-        if (reach := getattr(model.config, "sliding_window", None)) is not None and reach < stage.seq_len:
-            return f"the base's own window of {reach} tokens needs a mask"
     return None
 
 

@@ -309,7 +309,7 @@ def test_what_keeps_a_stage_from_being_captured_is_said() -> None:
     assert "compile: false" in str(why(compile=False))
     assert "processes share" in str(why(exchanges=True))
     assert "checkpointing" in str(why(gradient_checkpointing=True))
-    assert "window of 24 tokens" in str(why(base=load_base(folders("mistral")[0], CPU, torch.float32)))
+    assert why(base=load_base(folders("mistral")[0], CPU, torch.float32)) is None
     eager = load_base(folders()[0], CPU, torch.float32)
     eager.set_attn_implementation("eager")
     assert "'eager'" in str(why(base=eager))

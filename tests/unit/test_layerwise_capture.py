@@ -172,7 +172,7 @@ def test_no_thread_reads_or_writes_hidden_states_during_a_capture(
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("llama", None), ("mistral", "the base's own window of 24 tokens needs a mask")]
+    ("family", "why"), [("llama", None), ("mistral", None), ("gemma2", "the attention is 'eager', not 'sdpa'")]
 )
 def test_a_layer_is_captured_on_a_gpu_if_neither_it_nor_that_of_the_base_is_against_it(
     family: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
