@@ -165,10 +165,7 @@ def _csv(path: Path) -> Iterator[Row]:
     blank, header = next(((number - 1, line) for number, line in lines if not line.isspace()), (0, ""))
     try:
         reader = csv.DictReader(chain([header], (line for _, line in lines)), strict=True)
-        names = [name for name in reader.fieldnames or [] if name]
-        if twice := [name for name in names if names.count(name) > 1]:
-            where = f"{path} line {blank + 1}"
-            raise BadInput(f"{where}: names the column {twice[0]!r} twice; give each column a name of its own")
+        _refuse_twice(f"{path} line {blank + 1}", [name for name in reader.fieldnames or [] if name])
         for value in reader:
             where = f"{path} line {blank + reader.line_num}"
             if None in value:
@@ -180,6 +177,12 @@ def _csv(path: Path) -> Iterator[Row]:
         csv.field_size_limit(limit)
 
 
+def _refuse_twice(where: str, columns: list[str]) -> None:
+    """Of columns of one name, a row would hold only the last."""
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise BadInput(f"{where}: names the column {twice[0]!r} twice; give each column a name of its own")
+
+
 def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -187,6 +190,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     with inputs.open_input(path) as raw:
         try:
             file = ParquetFile(raw)
+            _refuse_twice(str(path), file.schema_arrow.names)
             groups = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
             if sum(groups) > max(PACKED_BYTES, PACKED_RATIO * path.stat().st_size):
                 raise _bomb(path)

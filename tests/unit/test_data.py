@@ -107,6 +107,13 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
     assert document.ids.dtype == np.int32
 
 
+def test_a_parquet_file_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.table([["first"], ["second"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=r"a\.parquet: names the column 'text' twice"):
+        load(tmp_path / "a.parquet")
+
+
 def test_tables_and_lines_named_json_give_the_same_documents(tmp_path: Path) -> None:
     lines = b'{"n": 1, "text": "one, apple"}\r\n{"n": 2, "text": null}\n{"n": 3, "text": "a\\np\xc3\xa4r"}\n'
     table = pyarrow.Table.from_pylist([json.loads(line) for line in lines.splitlines()])
