@@ -299,10 +299,10 @@ class Checkpoint:
         return cls(folder, files)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor in its own dtype. Raises BadInput when the file has shrunk since it was opened."""
+        """One tensor in its own dtype. Raises BadInput when the file has shrunk or gone since the headers were read."""
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=info.dtype)
-        with open(info.file, "rb") as file:
+        with open_input(info.file) as file:
             file.seek(info.offset)
             if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != info.nbytes:
                 raise BadInput(f"{info.file}: ends inside tensor {name}; download the file again")

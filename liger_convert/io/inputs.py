@@ -10,8 +10,9 @@ import json
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from liger_convert.utils.errors import BadInput
 
@@ -44,7 +45,7 @@ def require_file(path: Path | str) -> os.stat_result:
     return found
 
 
-def open_input(path: Path | str) -> BinaryIO:
+def open_input(path: Path | str) -> BufferedReader:
     """Opens the file at `path` in binary mode. Raises BadInput if it is not a regular file or cannot be read."""
     require_file(path)  # before opening: opening a pipe waits for a writer, and opening a device may do anything
     try:

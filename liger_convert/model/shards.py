@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_convert.io.checkpoint import DTYPES, INDEX, OTHER_DTYPES, Checkpoint, TensorInfo
 from liger_convert.io.files import fsync
+from liger_convert.io.inputs import open_input
 from liger_convert.model import MIXER_MODULE
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -184,10 +185,10 @@ def cast_pieces(info: TensorInfo, target: torch.dtype) -> Iterator[Tensor]:
 def checked_pieces(info: TensorInfo, size: int = CHUNK) -> Iterator[Tensor]:
     """The values of one tensor in its stored dtype, `size` bytes at a time. A piece is valid until the next one.
 
-    Raises BadInput when it holds NaN or infinity, or when its file was truncated.
+    Raises BadInput when it holds NaN or infinity, or when its file was truncated or removed.
     """
     buffer = torch.empty(min(size, info.nbytes), dtype=torch.uint8)
-    with open(info.file, "rb") as file:
+    with open_input(info.file) as file:
         for start in range(0, info.nbytes, size):
             raw = buffer[: min(size, info.nbytes - start)]
             file.seek(info.offset + start)

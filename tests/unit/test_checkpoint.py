@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from liger_convert.io import checkpoint, tokenizer
 from liger_convert.io.checkpoint import Checkpoint, load_config, load_tokenizer, resolve_base
 from liger_convert.io.files import atomic_dir, atomic_write
+from liger_convert.model.shards import checked_pieces
 from liger_convert.utils.errors import BadInput, LinearizeError
 
 STATE = {
@@ -153,6 +154,14 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path):
     truncate(tmp_path / "sharded/two.safetensors", -3)
     with pytest.raises(BadInput, match="ends inside tensor d"):
         found.read("d")
+
+
+def test_a_file_that_is_removed_after_it_was_opened_is_named(tmp_path):
+    found = Checkpoint.open(save_shards(tmp_path / "sharded"))
+    (tmp_path / "sharded/two.safetensors").unlink()
+    for read in (lambda: found.read("d"), lambda: list(checked_pieces(found.tensors["d"]))):
+        with pytest.raises(BadInput, match=r"two\.safetensors: there is no such file"):
+            read()
 
 
 # --- config and tokenizer
