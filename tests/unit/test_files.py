@@ -50,16 +50,16 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
 
 
 def test_a_second_signal_leaves_no_temporary_folder_half_removed(tmp_path, monkeypatch):
-    real = shutil.rmtree
+    real = shutil.rmtree  # with SIGTERM, since a background job of a shell ignores SIGINT
 
     def rmtree(*arguments, **options):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         real(*arguments, **options)
 
     def write():
         with atomic_dir(tmp_path / "out") as partial:
             (partial / "weights").write_text("x")
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     with pytest.raises(interrupts.Stopped), interrupts.handled(""):
