@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftModel
 
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model import MIXER_MODULE
+from liger_convert.training.adapters import adapted_model
 
 # Other variants read the frozen weights themselves, not only the outputs, and so need their full precision.
 ADAPTERS = ("lora", "rslora")
@@ -45,16 +45,12 @@ def narrow_frozen(model: Any, stage: Stage, dtype: torch.dtype) -> None:
 def run_wide_experts_apart(model: Any, dtype: torch.dtype) -> None:
     """Runs experts one by one, whose products autocast casts, if some are wider than the compute dtype."""
     if any(p.dim() == 3 and p.dtype.itemsize > dtype.itemsize for p in _matrices(model)):
-        _whole(model).set_experts_implementation("eager")
-
-
-def _whole(model: Any) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+        adapted_model(model).set_experts_implementation("eager")
 
 
 def _matrices(model: Any) -> Iterator[torch.nn.Parameter]:
     """What belongs to the linear maps and experts in the layers, except those of mixers."""
-    for name, module in _whole(model).model.layers.named_modules():
+    for name, module in adapted_model(model).model.layers.named_modules():
         if f".{MIXER_MODULE}." not in f"{name}.":
             for parameter in module.parameters(recurse=False):
                 if isinstance(module, torch.nn.Linear) or parameter.dim() == 3:

@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_convert.model import MIXER_MODULE, linear_layers
 from liger_convert.model.bases import attention_option
+from liger_convert.training.adapters import adapted_model
 from liger_convert.utils import processes
 
 
@@ -68,7 +69,7 @@ def shard_student(
     stored in float32. aligns: whether the stage is an alignment. keep_gathered: layers stay gathered from the forward
     to the backward pass.
     """
-    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = adapted_model(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and f".{MIXER_MODULE}." not in name and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

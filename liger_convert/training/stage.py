@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import PeftModel
 from torch.distributed import DeviceMesh
 from transformers import set_seed
 
@@ -24,6 +23,7 @@ from liger_convert.io.run_folder import RunFolder
 from liger_convert.model.loading import load_pretrained
 from liger_convert.model.placing import place
 from liger_convert.training import pissa
+from liger_convert.training.adapters import adapted_model
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
@@ -195,7 +195,7 @@ def run_stage(
     if sequence is not None:
         for body in (model, getattr(objective, "base", None)):
             if body is not None:
-                sequence.install(body.get_base_model() if isinstance(body, PeftModel) else body)
+                sequence.install(adapted_model(body))
     if mesh is not None:
         shard_student(model, mesh, dtype, aligns=aligning, keep_gathered=keep_gathered)
     if stage.compile and sequence is None and gains_by_compiling(device):

@@ -15,7 +15,7 @@ import gated_kernels
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 
 import liger_convert
 from liger_convert.config.stages import Lora, Stage
@@ -23,6 +23,7 @@ from liger_convert.mixers.base import Mixer
 from liger_convert.model import MIXER_MODULE, linear_layers, parameter_group
 from liger_convert.model.families import family_of
 from liger_convert.model.placing import waits
+from liger_convert.training.adapters import adapted_model
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.memory_estimate import Sizes, count, measuring_bytes, training_bytes
 from liger_convert.training.sharing import share
@@ -62,7 +63,7 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     _keep_compiled_graphs(model)
     torch._dynamo.config.recompile_limit = 64  # kinds of layers times row lengths
     torch._dynamo.config.optimize_ddp = False  # it splits graphs to send gradients earlier; single layers are fine
-    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = adapted_model(model)
     backbone = whole.model
     if aligning:
         compile_attention(model)
@@ -108,7 +109,7 @@ def _with_gradient(embeddings: torch.nn.Module, ids: Any, output_BTC: torch.Tens
 def compile_attention(model: Any) -> None:
     """Compiles the parts of `model` that alignment runs, in place."""
     torch._dynamo.config.recompile_limit = 64
-    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = adapted_model(model)
     for i in linear_layers(model.config):
         whole.model.layers[i].self_attn.compile(dynamic=False)
     # two kernels instead of a dozen that each write a float32 tensor of the layer's size

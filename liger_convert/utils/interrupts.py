@@ -104,8 +104,8 @@ def finishing() -> Iterator[None]:
         yield
     finally:
         _finishing -= 1
-        owed, _owed = _owed and not _finishing, _owed and bool(_finishing)
-        if owed:
+        if _owed and not _finishing:
+            _owed = False
             raise Stopped
 
 

@@ -50,7 +50,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
 
 
 def test_a_second_signal_leaves_no_temporary_folder_half_removed(tmp_path, monkeypatch):
-    real = shutil.rmtree  # with SIGTERM, since a background job of a shell ignores SIGINT
+    """SIGTERM rather than SIGINT, which a background job of a shell ignores."""
+    real = shutil.rmtree
 
     def rmtree(*arguments, **options):
         signal.raise_signal(signal.SIGTERM)

@@ -80,9 +80,9 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     o, E, FG = v.new_empty(B, H, D), 1 if codes is None else codes.codes_GFE.shape[2], 1
     if gate is not None and gate.bias_GF is not None:
         FG = gate.bias_GF.shape[1]
-    BF, BV = _block_of_state(F, D, R, B * G)
-    wide = CD * v.element_size() > 256
     heads = B * G
+    BF, BV = _block_of_state(F, D, R, heads)
+    wide = CD * v.element_size() > 256
     overlap = chips.overlaps_launches(o.device) and (BF >= F or heads <= LAUNCH.early)
     sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
