@@ -20,7 +20,7 @@ from liger_convert.data.row_files import Row, document_end
 from liger_convert.data.sources import reference_rows, rows
 from liger_convert.io import templates
 from liger_convert.io.inputs import parse_json
-from liger_convert.io.tokenizer import check_ids
+from liger_convert.io.tokenizer import check_ids, text_prefix
 from liger_convert.utils.errors import BadInput, refusing
 from liger_convert.utils.progress import Report
 
@@ -47,12 +47,14 @@ class Document:
     """A tokenized document.
 
     ids: int32 [N], the token ids. loss: bool [N], the tokens that count in a stage with `responses_only`; all of them
-    in plain text. text_bytes: size of the text in UTF-8, for per-byte metrics.
+    in plain text. text_bytes: size of the text in UTF-8, for per-byte metrics. has_bos: whether `ids` begins with the
+    BOS token that the tokenizer puts before every text.
     """
 
     ids: np.ndarray
     loss: np.ndarray
     text_bytes: int
+    has_bos: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,11 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
         raise BadInput(f"{path}: has {len(ids)} tokens, which is not what the recipe asks for; remove the file")
     ids_NT = ids.reshape(-1, source.document_tokens)
     texts = tokenizer.batch_decode(ids_NT, skip_special_tokens=True)
-    loss_T = np.ones(source.document_tokens, bool)
-    return [(text, Document(ids_T, loss_T, len(text.encode()))) for text, ids_T in zip(texts, ids_NT)]
+    loss_T, prefix = np.ones(source.document_tokens, bool), text_prefix(tokenizer)
+    return [
+        (text, Document(ids_T, loss_T, len(text.encode()), _has_bos(ids_T, prefix)))
+        for text, ids_T in zip(texts, ids_NT)
+    ]
 
 
 def _documents(
@@ -362,7 +367,7 @@ def _render(
 def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator[Document]:
     if not texts:
         return
-    spans = any(text.spans is not None for text in texts)
+    spans, prefix = any(text.spans is not None for text in texts), text_prefix(tokenizer)
     with refusing(f"{texts[0].where} to {texts[-1].where}: the tokenizer fails on these texts"):
         encoded = tokenizer(
             [text.text for text in texts],
@@ -381,4 +386,9 @@ def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator
             for begin, end in text.spans:
                 # special tokens added by the tokenizer have empty ranges, as they are not in the text
                 loss_N |= (start_N >= begin) & (end_N <= end) & (start_N < end_N)
-        yield Document(ids_N, loss_N, len(text.text.encode()))
+        yield Document(ids_N, loss_N, len(text.text.encode()), _has_bos(ids_N, prefix))
+
+
+def _has_bos(ids_N: np.ndarray, prefix: list[int]) -> bool:
+    """Whether `ids_N` begins with the BOS token. prefix: see `text_prefix`; a chat template may leave it out."""
+    return bool(prefix) and ids_N[:1].tolist() == prefix

@@ -34,6 +34,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     it. With `responses_only`, so is the label of every token outside its document's `loss` mask. Rows are assembled
     when an item is requested; the dataset holds only the documents, and their order in some epochs.
 
+    The first token of a row that continues a document is replaced by the document's BOS token, if it has one: such a
+    base has hardly seen text without it, and predicts it much worse.
+
     concat_documents: makes each row a single segment. A memory learns to hold information over thousands of tokens only
     in long segments, and most documents are short.
 
@@ -104,6 +107,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         epoch, inside = divmod(at, self.tokens)
         order, ends = self._epoch(epoch)
         which = int(np.searchsorted(ends, inside, side="right"))
+        first = self.documents[order[which]]
         while filled < length:
             if which == len(order):
                 epoch, which = epoch + 1, 0
@@ -120,14 +124,17 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
-        if rng.random() < self.copy_fraction:
-            self._copy_stretch(input_ids_T, rng)
+        if first.has_bos:
+            input_ids_T[0] = first.ids[0]
+        text_T = input_ids_T[first.has_bos :]
+        if rng.random() < self.copy_fraction and len(text_T) > 1:
+            self._copy_stretch(text_T, rng)
             position_ids_T[:] = np.arange(length)
             labels_T[1:] = input_ids_T[1:]
         return input_ids_T, position_ids_T, labels_T
 
     def _copy_stretch(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
-        """Copies one stretch of a row over a later part of it, in place. All non-overlapping pairs of places are
+        """Copies one stretch of `ids_T` over a later part of it, in place. All non-overlapping pairs of places are
         equally likely."""
         T = len(ids_T)
         shortest, longest = max(1, min(32, T // 4)), T // 2 - T // 32

@@ -19,12 +19,13 @@ from liger_convert.data.documents import Document
 from liger_convert.eval.agreement import Row
 from liger_convert.eval.evaluation import evaluate_model, let_base_write, part_file, parts_of
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
-from liger_convert.eval.measures import Measurement, text_prefix
+from liger_convert.eval.measures import Measurement
 from liger_convert.eval.narrow import context_of, cut_prompts, narrow
 from liger_convert.eval.suites import Suite
 from liger_convert.eval.verdict import verdict
 from liger_convert.io.checkpoint import load_config, load_tokenizer
 from liger_convert.io.checksums import read_checked, write_checked
+from liger_convert.io.tokenizer import text_prefix
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Branches
 from liger_convert.mixers.reach import reaches

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from liger_convert.data.documents import Document
 from liger_convert.eval.suites import FIRST_END, KINDS, CopyMeasure, PositionMeasure, TextMeasure
+from liger_convert.io.tokenizer import text_prefix
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -236,17 +237,10 @@ def window_losses(
     return torch.cat(parts)
 
 
-def text_prefix(tokenizer: Any) -> np.ndarray:
-    """The tokens that the tokenizer puts before every text: its BOS token, or nothing."""
-    ids = tokenizer("", add_special_tokens=True)["input_ids"]
-    return np.array(ids[:1] if ids[:1] == [tokenizer.bos_token_id] else [], np.int64)
-
-
 def text_stream(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray:
     """The concatenated tokens of the documents, without the BOS token that each document may begin with."""
     prefix = text_prefix(tokenizer)
-    begins = len(prefix) > 0
-    parts = [ids[1:] if begins and ids[:1] == prefix else ids for ids in (document.ids for document in documents)]
+    parts = [ids_N[1:] if prefix and ids_N[:1].tolist() == prefix else ids_N for ids_N in (d.ids for d in documents)]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
@@ -261,8 +255,9 @@ def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMea
     return _prefixed(prefix, stream[: windows * size].reshape(windows, size))
 
 
-def _prefixed(prefix: np.ndarray, rows_NT: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.tile(prefix, (len(rows_NT), 1)), rows_NT], 1))
+def _prefixed(prefix: list[int], rows_NT: np.ndarray) -> Tensor:
+    prefix_NM = np.tile(np.array(prefix, np.int64), (len(rows_NT), 1))
+    return torch.from_numpy(np.concatenate([prefix_NM, rows_NT], 1))
 
 
 def _bytes(tokenizer: Any, ids: list[int]) -> int:

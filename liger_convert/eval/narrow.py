@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.data.row_files import file_rows
-from liger_convert.eval.measures import Measurement, text_prefix
+from liger_convert.eval.measures import Measurement
 from liger_convert.eval.suites import (
     ANSWER_TOKENS,
     NEEDLES,
@@ -20,6 +20,7 @@ from liger_convert.eval.suites import (
     Task,
     TextMeasure,
 )
+from liger_convert.io.tokenizer import text_prefix
 from liger_convert.model.bases import context_length
 
 NO_OTHER = "there is no text of another kind; name one with --other-text, or with eval.other_text in a recipe"

@@ -84,6 +84,12 @@ def _check_vocabulary(
         )
 
 
+def text_prefix(tokenizer: Any) -> list[int]:
+    """The tokens that the tokenizer puts before every text: its BOS token, or nothing."""
+    ids = list(tokenizer("", add_special_tokens=True)["input_ids"])
+    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+
+
 def closes_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts the end-of-text token behind every text, as those of some finetunes do. A text that is
     to be continued has to be without it."""

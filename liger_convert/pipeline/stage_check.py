@@ -18,11 +18,12 @@ from liger_convert.config.stages import AnyStage
 from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import weight_dtype
-from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity, text_prefix
+from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity
 from liger_convert.eval.narrow import context_of
 from liger_convert.eval.suites import CopyMeasure, TextMeasure
 from liger_convert.eval.verdict import relation
 from liger_convert.io.checksums import read_checked, write_checked
+from liger_convert.io.tokenizer import text_prefix
 from liger_convert.model.loading import linearize_base, load_pretrained
 from liger_convert.model.placing import place
 from liger_convert.pipeline.adapt import changed

@@ -21,6 +21,14 @@ def documents(*sizes: int) -> list[Document]:
     return [Document(i, np.arange(len(i)) % 3 > 0, len(i)) for i in ids]
 
 
+def begun(docs: list[Document], bos: int) -> list[Document]:
+    """The same documents behind a BOS token."""
+    return [
+        Document(np.insert(d.ids, 0, bos).astype(np.int32), np.insert(d.loss, 0, False), d.text_bytes, has_bos=True)
+        for d in docs
+    ]
+
+
 def segments(item: dict[str, Any]) -> list[list[int]]:
     starts = [i for i, position in enumerate(item["position_ids"].tolist()) if position == 0]
     return [item["input_ids"].tolist()[a:b] for a, b in zip(starts, [*starts[1:], None])]
@@ -112,6 +120,34 @@ def test_packing_is_drawn_from_the_seed_and_cut_to_the_budget() -> None:
     assert len(one) == 20
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(one, same))
     assert not all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("options", [{}, {"concat_documents": True}, {"responses_only": True}, {"copy_fraction": 1.0}])
+def test_every_row_begins_with_the_bos_token_of_its_first_document(options: dict[str, Any]) -> None:
+    docs = begun(documents(5, 11, 3, 40, 9), 99)
+    packed = pack(docs, 16, tokens=16 * 60, mixed_seq_lens=[(8, 0.5)], batch_size=1, **options)
+    continued = 0
+    for i, item in enumerate(collate([packed[i]]) for i in range(len(packed))):
+        assert (item["input_ids"][:, 0] == 99).all()
+        assert (item["labels"][:, 0] == IGNORED).all()
+        for piece, ids_T in enumerate(item["input_ids"].tolist()):
+            row, inside = divmod(i * 16 + piece * len(ids_T), packed.tokens)
+            order, ends = packed._epoch(row)
+            which = int(np.searchsorted(ends, inside, side="right"))
+            before = inside - int(ends[which]) + len(docs[order[which]].ids)
+            continued += before > 0
+            if "copy_fraction" not in options:
+                text = docs[order[which]].ids[before:].tolist()[1 : len(ids_T)]
+                assert ids_T[1 : 1 + len(text)] == text
+    assert continued > 20
+
+
+def test_the_bos_token_is_neither_copied_nor_overwritten() -> None:
+    for item in pack(begun(documents(4000), 99_999), 64, copy_fraction=1.0, tokens=64 * 50, seed=5):
+        assert (item["input_ids"] == 99_999).tolist() == [True] + 63 * [False]
+    assert [len(set(item["input_ids"].tolist())) for item in pack(begun(documents(9), 9), 2, copy_fraction=1.0)] == [
+        2
+    ] * 5
 
 
 def stretches(item: dict[str, Any], plain: dict[str, Any]) -> tuple[slice, slice, bool]:
