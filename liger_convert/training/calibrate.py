@@ -347,7 +347,7 @@ def _regress(
             slope_HX = (miss_HN[:, None] @ known_HNX)[:, 0] + keep_X * (theta_HX - at_rest_HX)
             bend_HN = weight_HN * (share_HN * (1 - share_HN) + 1e-4)
             bend_HXX = (known_HNX * bend_HN[..., None]).mT @ known_HNX + keep_X.diag()
-            step_HX = torch.linalg.solve(bend_HXX, slope_HX)
+            step_HX = _solve(bend_HXX, slope_HX)
             theta_HX -= step_HX * (3 / step_HX.abs().amax(-1, keepdim=True).clamp_min(3))
         return theta_HX
 
@@ -356,6 +356,18 @@ def _regress(
     without_HX = nnf.pad(newton(known[..., 1:], at_rest[:, 1:]), (1, 0))
     theta_HX = torch.where(theta_HX[:, :1] > 0, theta_HX, without_HX)
     return theta_HX[:, -1], theta_HX[:, 0], theta_HX[:, 1:-1]
+
+
+def _solve(bend_HXX: Tensor, slope_HX: Tensor) -> Tensor:
+    """[H,X]: the solutions of symmetric, positive definite systems, in float64.
+
+    A float32 sum may miss that by its rounding, so a multiple of the identity above it is added. Where Newton's method
+    ends, the slope is 0, and this makes no difference.
+    """
+    ridge_H = 1e-6 * bend_HXX.diagonal(dim1=1, dim2=2).sum(-1)
+    ridge_HXX = ridge_H[:, None, None] * torch.eye(bend_HXX.shape[1], device=bend_HXX.device)
+    factor_HXX = torch.linalg.cholesky((bend_HXX + ridge_HXX).double())
+    return torch.cholesky_solve(slope_HX.double()[..., None], factor_HXX)[..., 0].float()
 
 
 def _whitener(x_NKD: Tensor) -> Tensor:
