@@ -14,6 +14,7 @@ import torch
 from liger_convert.io import gguf_fields, gguf_header
 from liger_convert.io.files import atomic_dir
 from liger_convert.io.gguf_parts import join, parts_of
+from liger_convert.io.tokenizer import split_word
 from liger_convert.utils.errors import BadInput, refusing
 
 # llama.cpp's names of pre-tokenizers that isolate digits before GPT-2's split. transformers uses only the plain split.
@@ -78,6 +79,7 @@ def write_base(path: Path, out: Path) -> Path:
 def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
     """Converts the single .gguf file `file` with transformers' reader. parts: the files that it was joined from, or
     just `file`."""
+    import transformers
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,6 +89,10 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
 
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        if (word := split_word(tokenizer)) is not None:  # as of Gemma's files in 5.17
+            version = f"transformers {transformers.__version__}"
+            what = f"makes a tokenizer that splits words of its vocabulary, such as {word!r}"
+            raise BadInput(f"base: {given}: {version} {what}; install a newer one, or give the model's own folder")
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
         options |= {"config": _config(file, parts), "output_loading_info": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ CONFIG, FAST, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokeni
 READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # packages and their import names
 GENERIC = "PreTrainedTokenizerFast"
 PROBE = "Hello, world: 1 + 2 = 3\n"
+WORD = re.compile("[▁Ġ]([a-z]{4,8})")  # tokens that are a word behind a space
+LEAST_WORDS, MOST_WORDS = 16, 64  # how many of them are tried
 
 
 def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) -> Any:
     """Loads the tokenizer in `folder`, for a model with `vocabulary` embeddings (None: unknown).
 
-    Raises BadInput if it cannot be loaded, fails on a text, has a broken chat template, or does not fit the vocabulary.
+    Raises BadInput if it cannot be loaded, fails on a text, splits words of its own vocabulary, has a broken chat
+    template, or does not fit the model's vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -38,6 +42,9 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
         tokenizer.decode(ids)
     if not vocab or not plain:
         raise BadInput(f"{folder}: its tokenizer has no usable vocabulary: it makes no token from {PROBE!r}")
+    if (word := split_word(tokenizer)) is not None:
+        what = f"splits words of its own vocabulary, such as {word!r}"
+        raise BadInput(f"{folder}: its tokenizer {what}; give it the merges that belong to this vocabulary")
     if isinstance(tokenizer.chat_template, dict):  # several templates, by name
         tokenizer.chat_template = tokenizer.chat_template.get("default")
     if (template := tokenizer.chat_template) is not None:
@@ -82,6 +89,22 @@ def _check_vocabulary(
             f"{folder}: its tokenizer has {len(beyond):,} tokens beyond the model's {size:,} embeddings (vocab_size in "
             f"config.json), such as {token!r}, id {i}; it belongs to another model"
         )
+
+
+def split_word(tokenizer: Any) -> str | None:
+    """A word that is a token of the vocabulary and is split nevertheless, if most such words are; else None.
+
+    A tokenizer without its merges does so. It makes several times as many tokens from a text, which a model has never
+    seen like that, but reads every text back without an error.
+    """
+    vocab = tokenizer.get_vocab()
+    words = {found[1]: vocab[token] for token in vocab if (found := WORD.fullmatch(token))}
+    tried = sorted(words, key=words.__getitem__)[:: max(1, len(words) // MOST_WORDS)]
+    if len(tried) < LEAST_WORDS:
+        return None
+    ids = tokenizer([f"a {word} a" for word in tried], add_special_tokens=False)["input_ids"]
+    split = [word for word, found in zip(tried, ids) if words[word] not in found]
+    return split[0] if 2 * len(split) > len(tried) else None
 
 
 def text_prefix(tokenizer: Any) -> list[int]:

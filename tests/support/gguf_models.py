@@ -24,12 +24,14 @@ def write_gguf(
     parts: int = 1,
     fields: dict[str, float | str] | None = None,
     factors: np.ndarray | None = None,
+    words: tuple[str, ...] = (),
 ) -> dict[str, np.ndarray]:
     """Writes `model`, a tiny llama: under its own names, the rows of q and k in pairs for rotary.
 
     without: the name of a tensor that is left out. kind: what matrices are stored as; None: as they are. parts: into
     how many files, named after `path`. fields: more numbers and words of the header. factors: what the rotary's
-    frequencies are divided by. Returns the bytes of the matrices by the model's names.
+    frequencies are divided by. words: more tokens, of which no merge makes one. Returns the bytes of the matrices by
+    the model's names.
     """
     every: Any = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, every.num_hidden_layers)
@@ -47,7 +49,7 @@ def write_gguf(
         file = path if parts == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf")
         writer = gguf.GGUFWriter(file, "llama")
         if number == 0:
-            _write_fields(writer, every, vocabulary)
+            _write_fields(writer, every, vocabulary, words)
             for name, value in (fields or {}).items():
                 add = writer.add_string if isinstance(value, str) else writer.add_float32
                 add(name, value)
@@ -76,7 +78,7 @@ def quantized(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
         return np.random.default_rng(0).integers(0, 16, (tensor.shape[0], bytes_per_row), dtype=np.uint8)
 
 
-def _write_fields(writer: gguf.GGUFWriter, config: Any, vocabulary: str) -> None:
+def _write_fields(writer: gguf.GGUFWriter, config: Any, vocabulary: str, words: tuple[str, ...]) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -89,7 +91,7 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, vocabulary: str) -> None
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocabulary)
-    tokens = [chr(c) for c in range(33, 127)] + ["12", "Ġ", "Ċ", "<s>", "</s>", "Ġa", "ab"]
+    tokens = [chr(c) for c in range(33, 127)] + ["12", "Ġ", "Ċ", "<s>", "</s>", "Ġa", "ab", *words]
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
     writer.add_token_merges(["1 2", "Ġ a", "a b"])

@@ -18,7 +18,8 @@ from gguf_models import write_gguf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import CHAT_TEMPLATE, save_tiny_base
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from liger_convert.io import checkpoint, tokenizer
 from liger_convert.io.checkpoint import Checkpoint, load_config, load_tokenizer, resolve_base
@@ -194,6 +195,24 @@ def test_a_missing_or_broken_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match="has no tokenizer"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_lost_its_merges_is_refused(folder):
+    """It reads every text back, but from single letters, which the model has never seen in their place."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words = [f"{a}{b}{c}er" for a in "bdgt" for b in "aio" for c in "kmn"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    model.train_from_iterator([" ".join(["a", *words, "a"])] * 9, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder)
+    assert len(tokenizer.load(folder, None)(f"a {words[0]}")["input_ids"]) == 2
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["model"]["merges"] = data["model"]["merges"][:9]
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(BadInput, match=r"its tokenizer splits words of its own vocabulary, such as '\w+'; give it the"):
+        tokenizer.load(folder, None)
 
 
 # --- where a base comes from

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import SAMPLE, write_gguf
 from safetensors.torch import load_file
@@ -228,3 +229,15 @@ def test_other_fields_are_put_into_the_config(
         for name in path.split("."):
             found = found[name] if isinstance(found, dict) else getattr(found, name)
         assert found == value
+
+
+def test_a_file_of_which_transformers_makes_a_tokenizer_that_splits_its_words_is_refused(tmp_path: Path) -> None:
+    words = tuple(f"Ġ{a}{b}all" for a in "bcft" for b in "aeiou")
+    base = save_tiny_base("llama", tmp_path / "llama", vocab_size=101 + len(words))
+    write_gguf(file := tmp_path / "model.gguf", AutoModelForCausalLM.from_pretrained(base), words=words)
+    says = (
+        rf"model\.gguf: transformers {transformers.__version__} makes a tokenizer that splits words of its .*'baall'; "
+    )
+    with pytest.raises(BadInput, match=says):
+        resolve_base(str(file), tmp_path / "work")
+    assert not list(tmp_path.glob("work/*"))
