@@ -314,7 +314,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadInput(f"{path}: has no weight_map, the table from tensors to shards")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise BadInput(f"{path}: weight_map places {name} in {file!r}, which is not the name of a file beside it")
     return weight_map
 

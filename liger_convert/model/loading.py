@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -248,10 +250,14 @@ def _load(
     try:
         with quiet:
             model, found = loader(folder, config=config, **told, **{**attention_option(config), **options})
-    except (RuntimeError, ValueError, OSError, ImportError) as error:  # ImportError: a missing quantization package
-        if _is_known(config) or out_of_memory(error):
+    except (RuntimeError, ValueError, OSError, SafetensorError, ImportError) as error:
+        # ImportError: a missing quantization package. The files may have changed since their headers were checked, and
+        # our reader takes an index with a byte order mark.
+        of_files = isinstance(error, OSError | SafetensorError | json.JSONDecodeError)
+        if out_of_memory(error) or (_is_known(config) and not of_files):
             raise
-        raise BadInput(f"{folder}: transformers cannot load it: {first_line(error)}") from error
+        where = folder / INDEX if isinstance(error, json.JSONDecodeError) else folder
+        raise BadInput(f"{where}: transformers cannot load it: {first_line(error)}") from error
     widen(model)  # for bases too, because evaluations call their backbone directly
     unknown, missing = sorted(found["unexpected_keys"]), sorted(found["missing_keys"] - set(new))
     _refuse(checkpoint, config.model_type, "config.json", unknown, missing, sorted(found["mismatched_keys"]))

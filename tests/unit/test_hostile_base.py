@@ -4,14 +4,19 @@ them."""
 
 import errno
 import json
+import os
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hostile import DEEP, DIGITS, ROW, check_refusal, hostile
 from safetensors.torch import load_file
 from tiny import save_tiny_base
-from worlds import World, after, case, wrote
+from transformers import AutoModelForCausalLM
+from worlds import World, after, case, files, wrote
+
+from liger_convert.cli import main
 
 
 def config(**changes: object) -> Callable[[World], list[str]]:
@@ -183,6 +188,21 @@ WEIGHTS = [
     )
     for command in (World.convert, generate)
     for metadata in ({}, {"metadata": None})
+] + [
+    case(
+        "an index that places a tensor in no file",
+        "weight_map places lm_head.weight in '', which is not the name of a file beside it",
+        after(sharded(metadata={}, weight_map={"lm_head.weight": ""}), World.convert),
+    ),
+    case(
+        "an index with a byte order mark",
+        "model.safetensors.index.json: transformers cannot load it: Unexpected UTF-8 BOM",
+        after(
+            sharded(metadata={}),
+            lambda w: (index := w.base / "model.safetensors.index.json").write_text("\ufeff" + index.read_text()),
+            generate,
+        ),
+    ),
 ]
 GENERATION = [
     case(f"{name}, for {command.__name__}", f"generation_config.json: {says}", after(settings(written), command))
@@ -402,3 +422,18 @@ def test_what_the_user_may_not_read_is_no_damage_and_no_trouble_with_the_disk(wo
     place, instead, words, says = CLOSED[what]
     monkeypatch.setattr(place, instead)
     check_refusal(world, words, says, 2, capfd)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda shard: os.truncate(shard, 100)], ids=["removed", "cut off"])
+def test_weights_that_change_while_they_are_read_are_no_bug(world, damage, monkeypatch, capfd):
+    def spoil_then_load(folder: Path, **options: object) -> object:
+        damage(world.base / "one.safetensors")
+        return load(folder, **options)
+
+    load = AutoModelForCausalLM.from_pretrained
+    sharded(metadata={})(world)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spoil_then_load)
+    before = files(world.folder)
+    assert main.main(generate(world)) == 2
+    assert f"error: {world.base}: transformers cannot load it: " in capfd.readouterr().err
+    assert files(world.folder) <= before
