@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -290,10 +291,12 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
 
 
 def text_source(text: str) -> FileSource | PydocSource:
-    """What an option --text or --other-text names: a file, or `pydoc`, Python's documentation. Raises BadInput for an
-    empty name."""
+    """What an option --text or --other-text names: a file, or `pydoc`, Python's documentation. Raises BadInput for a
+    name that is empty, or of nothing that exists."""
     if not text:
         raise BadInput(f"--text, --other-text: the name of a file is empty; name a data file, or {PYDOC}")
+    if text != PYDOC and not os.path.exists(text):
+        raise BadInput(f"--text, --other-text: {text}: there is no such file; name a data file, or {PYDOC}")
     return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
 
 

@@ -56,6 +56,7 @@ class EvalInputs:
     ):
         self.suite, self.device, self.precision = _suite(suite, include_path), pick_device(device), precision
         suites.check_data(self.suite, data_dir, limit)
+        text_source(text)  # also refused if the suite does not read it
         self.text, self.other_text = text, _other_text(text, other_text)
         self.data_dir, self.limit, self.batch_size = data_dir, limit, batch_size
 

@@ -321,6 +321,8 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
 def check_files(suite: Suite, data_dir: Path | None) -> None:
     """Raises BadInput unless every task of `suite` finds its local files: cheap."""
     if data_dir is not None:
+        if not data_dir.is_dir():
+            raise BadInput(f"{data_dir}: there is no such folder; name one with JSONL files for the tasks")
         for task in suite.tasks:
             if task.include_path is None:
                 local_files(task, data_dir)

@@ -246,6 +246,16 @@ FILES = [
         for kind in ("pipe", "dangling link", "link to /dev/zero")
         for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja")
     ),
+    *(
+        case(f"nothing for {option}, which the suite does not read", f"nowhere: there is no such {what}", words)
+        for option, what in {"--text": "file", "--other-text": "file", "--data": "folder"}.items()
+        for words in [
+            after(
+                wrote("suite.yaml", "description: tiny\ncopying: [{length: 8, tokens: uniform}]\n"),
+                lambda w, option=option: ["eval", str(w.base), "--suite", "suite.yaml", option, "nowhere"],
+            )
+        ]
+    ),
     case("/dev/zero for data", "a data file ends in", lambda w: w.run("data.text.path=/dev/zero")),
     case("/dev/zero for a suite", "is unknown", lambda w: w.run("eval.suite=/dev/zero")),
     case("/dev/zero for a base", "/dev/zero: is neither", lambda w: w.run("base=/dev/zero")),
