@@ -29,6 +29,7 @@ from liger_convert.eval import generation
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import sha256_file
 from liger_convert.io.files import atomic_write, refuse_existing, scratch_folder
+from liger_convert.io.inputs import check_text
 from liger_convert.io.text_part import EMBEDDINGS
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
@@ -297,6 +298,7 @@ def text_source(text: str) -> FileSource | PydocSource:
         raise BadInput(f"--text, --other-text: the name of a file is empty; name a data file, or {PYDOC}")
     if text != PYDOC and not os.path.exists(text):
         raise BadInput(f"--text, --other-text: {text}: there is no such file; name a data file, or {PYDOC}")
+    check_text(text, f"--text, --other-text: {text}")
     return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
 
 

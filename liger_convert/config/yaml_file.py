@@ -163,6 +163,7 @@ def _assign(data: Any, keys: Sequence[str | int], value: Any, flag: str) -> Any:
 def override(data: Any, assignment: str) -> Any:
     """`data` with the assignment `a.b[0].c=value` (the value in YAML) carried out; raises BadInput."""
     flag = f"--set {assignment}" if len(assignment) <= 200 else f"--set {assignment[:200]}…"
+    inputs.check_text(assignment, flag)
     path, equals, value = assignment.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\[[0-9]{1,9}\])*(\.[A-Za-z_][\w-]*(\[[0-9]{1,9}\])*)*", path):
         raise BadInput(f"{flag}: write it as field=value, for example stages[0].tokens=20000")

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from liger_convert.data.sampling import check_finite
-from liger_convert.io.inputs import is_text
+from liger_convert.io.inputs import check_text
 from liger_convert.io.templates import render
 from liger_convert.io.tokenizer import check_ids, closes_texts
 from liger_convert.model.loading import load_pretrained
@@ -133,8 +133,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     """
     if not prompt.strip():
         raise BadInput("the prompt is empty; give the model something to continue")
-    if not is_text(prompt):
-        raise BadInput("the prompt contains bytes that are not UTF-8 text")
+    check_text(prompt, "the prompt")
     text, template = prompt, tokenizer.chat_template if chat else None
     if template:
         text = render(tokenizer, [{"role": "user", "content": prompt}], template, ask=True)

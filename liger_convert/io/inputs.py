@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+import sys
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises BadInput, with a message that begins with `what`, if a word of the command line is not UTF-8 text."""
+    if not is_text(text):
+        encoding = sys.getfilesystemencoding()
+        way = "" if encoding == "utf-8" else f"; the encoding of this locale is {encoding}: set PYTHONUTF8=1"
+        raise BadInput(f"{what}: contains bytes that are not UTF-8 text{way}")
 
 
 def size(count: int) -> str:

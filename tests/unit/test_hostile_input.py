@@ -256,6 +256,16 @@ FILES = [
             )
         ]
     ),
+    case(
+        "a text whose name is not UTF-8",
+        "--text, --other-text: \\udcff.txt: contains bytes that are not UTF-8 text",
+        after(wrote("\udcff.txt", "text"), lambda w: ["eval", str(w.base), "--text", "\udcff.txt"]),
+    ),
+    case(
+        "a --set that is not UTF-8",
+        "contains bytes that are not UTF-8 text",
+        lambda w: w.run("data.text.path=\udcff.txt"),
+    ),
     case("/dev/zero for data", "a data file ends in", lambda w: w.run("data.text.path=/dev/zero")),
     case("/dev/zero for a suite", "is unknown", lambda w: w.run("eval.suite=/dev/zero")),
     case("/dev/zero for a base", "/dev/zero: is neither", lambda w: w.run("base=/dev/zero")),
