@@ -76,6 +76,18 @@ class LinearizedInit(QuantizedWeights):
 
     write_code: ClassVar[Callable[[Path, Any], None] | None] = None
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """transformers' from_pretrained, which initializes missing tensors randomly and only warns. Raises ValueError
+        if a mixer's are missing, unless the caller asks for the loading info, which lists them."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if output_loading_info:
+            return model, info
+        if lost := sorted(name for name in info["missing_keys"] if f".{MIXER_MODULE}." in name):
+            what = f"{len(lost)} tensors of its mixers are missing, such as {lost[0]}"
+            raise ValueError(f"{model.config.name_or_path}: {what}; the model is damaged, get it again")
+        return model
+
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> Any:
         """transformers' save_pretrained, plus the code of a model that was loaded from an export."""
         saved = super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)

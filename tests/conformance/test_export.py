@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -153,6 +154,20 @@ def test_with_the_package_an_export_needs_no_code_of_its_own(tmp_path: Path) -> 
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=trusting)
         assert type(model).__module__ == "liger_convert.model.modeling"
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
+
+
+def test_transformers_does_not_replace_lost_mixers_by_random_ones(tmp_path: Path) -> None:
+    model_dir = converted("llama", tmp_path)
+    whole = {name: x for file in model_dir.glob("*.safetensors") for name, x in load_file(file).items()}
+    kept = {name: x for name, x in whole.items() if ".2.self_attn.mixer." not in name}
+    for file in model_dir.glob("model*"):
+        file.unlink()
+    save_file(kept, model_dir / "model.safetensors", metadata={"format": "pt"})
+    for auto in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        with pytest.raises(ValueError, match=rf"{len(whole) - len(kept)} tensors of its mixers are missing, such as"):
+            auto.from_pretrained(model_dir)
+    info = AutoModelForCausalLM.from_pretrained(model_dir, output_loading_info=True)[1]
+    assert set(info["missing_keys"]) == whole.keys() - kept.keys()
 
 
 def test_an_export_can_change_the_weights_dtype_but_not_the_mixers(tmp_path: Path) -> None:
