@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from liger_convert.io import gguf_fields, gguf_header
+from liger_convert.io.config_sizes import check_rotary, check_sizes
 from liger_convert.io.files import atomic_dir
 from liger_convert.io.gguf_parts import join, parts_of
 from liger_convert.io.tokenizer import split_word
@@ -41,6 +42,8 @@ def _config(file: Path, parts: list[Path]) -> Any:
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     gguf_fields.complete(config, parts)
+    check_sizes(config.to_dict(), f"base: {parts[0]}")
+    check_rotary(config.to_dict(), f"base: {parts[0]}")
     return config
 
 
@@ -87,14 +90,17 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
     with _errors(given):
         from gguf import GGUFReader
 
-        vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        reader = GGUFReader(file)
+        vocabulary = reader.get_field("tokenizer.ggml.pre")
+        stored = sum(int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_"))
+        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+        options |= {"config": _config(file, parts), "output_loading_info": True}
+        with refusing(f"base: {given}: a field tokenizer.ggml of its tokenizer is missing or wrong"):
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         if (word := split_word(tokenizer)) is not None:  # as of Gemma's files in 5.17
             version = f"transformers {transformers.__version__}"
             what = f"makes a tokenizer that splits words of its vocabulary, such as {word!r}"
             raise BadInput(f"base: {given}: {version} {what}; install a newer one, or give the model's own folder")
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
-        options |= {"config": _config(file, parts), "output_loading_info": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     model, report = loaded
     # transformers only warns about tensors that are missing or of the wrong shape, and initializes them randomly
@@ -104,6 +110,10 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
         raise BadInput(f"base: {given}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
     if extra := sorted(report["unexpected_keys"]):
         raise BadInput(f"base: {given}: has {len(extra)} tensors that are not part of the model, such as {extra[0]}")
+    # transformers does not even report tensors that it has no place for
+    if stored > (read := sum(parameter.numel() for parameter in model.parameters())):
+        what = f"transformers would leave out {stored - read:,} of the {stored:,} values of its tensors"
+        raise BadInput(f"base: {given}: {what}; {gguf_fields.WAY}")
     if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)

@@ -1,7 +1,9 @@
 """Adds fields of a .gguf header that transformers' reader ignores to the config, or refuses them.
 
-The reader handles the RoPE base for most families, but no RoPE scaling, no partial rotary factor, and no logit
-softcapping. A model that is read without them computes something else. Field names are those of llama.cpp.
+The reader handles the RoPE base for most families, but no RoPE scaling, no partial rotary factor, no biases and no
+logit softcapping, and it leaves sizes, windows and token ids of some families at the defaults of their config classes,
+which are those of one checkpoint. A model that is read without them computes something else. Field names are those of
+llama.cpp.
 
 Shapes: C rotated channels.
 """
@@ -19,7 +21,14 @@ from liger_convert.utils.errors import BadInput
 
 # Models, by type and number of layers, whose attention scale does not follow from the head size. No field says so.
 SCALED_BY_HEADS = {("gemma2", 46), ("gemma3_text", 62)}
-BOUNDS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+COPIED = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+BIASES = {"attn_q.bias": "attention_bias", "ffn_up.bias": "mlp_bias"}
+TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 WAY = "give the safetensors folder that it was made from"
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -36,16 +45,20 @@ def complete(config: Any, parts: Sequence[Path]) -> None:
     header = readers[0].fields
     architecture = header["general.architecture"].contents()
     prefix = f"{architecture}."
-    fields = {
-        name.removeprefix(prefix): field.contents()
-        for name, field in header.items()
-        if name.startswith((f"{prefix}rope.", f"{prefix}attn_", f"{prefix}final_"))
-    }
+    fields = {name.removeprefix(prefix): field.contents() for name, field in header.items() if name.startswith(prefix)}
     every = [tensor for reader in readers for tensor in reader.tensors]
     tensors = {tensor.name: tensor.data for tensor in every if tensor.name.startswith("rope_")}
-    for name, option in BOUNDS.items():
+    for name, option in COPIED.items():
         if name in fields and hasattr(config, option):
             setattr(config, option, fields[name])
+    for name, option in BIASES.items():
+        if hasattr(config, option):
+            setattr(config, option, any(tensor.name.endswith(name) for tensor in every))
+    for name, option in TOKENS.items():
+        if f"tokenizer.ggml.{name}" not in header:
+            setattr(config, option, None)
+    if config.model_type == "phi3":
+        config.sliding_window = fields.get("attention.sliding_window") or None
     if (config.model_type, config.num_hidden_layers) in SCALED_BY_HEADS:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     rotary = getattr(config, "rope_parameters", None)

@@ -22,11 +22,11 @@ def write_gguf(
     without: str = "",
     kind: GGMLQuantizationType | None = None,
     parts: int = 1,
-    fields: dict[str, float | str] | None = None,
+    fields: dict[str, int | float | str] | None = None,
     factors: np.ndarray | None = None,
     words: tuple[str, ...] = (),
 ) -> dict[str, np.ndarray]:
-    """Writes `model`, a tiny llama: under its own names, the rows of q and k in pairs for rotary.
+    """Writes `model`, a tiny llama, qwen3 or phi3: under its own names, a llama's rows of q and k in pairs for rotary.
 
     without: the name of a tensor that is left out. kind: what matrices are stored as; None: as they are. parts: into
     how many files, named after `path`. fields: more numbers and words of the header. factors: what the rotary's
@@ -34,25 +34,26 @@ def write_gguf(
     the model's names.
     """
     every: Any = model.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, every.num_hidden_layers)
+    family = every.model_type
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], every.num_hidden_layers)
     tensors: list[tuple[str, np.ndarray, GGMLQuantizationType | None]] = []
     stored = {}
     for name, tensor in model.state_dict().items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if family == "llama" and ("q_proj" in name or "k_proj" in name):
             tensor = tensor.unflatten(0, (-1, 2, every.head_dim // 2)).transpose(1, 2).flatten(0, 2)
         own = None if kind is None or tensor.dim() == 1 or "embed" in name or "lm_head" in name else kind
         data = tensor.contiguous().numpy() if own is None else quantized(tensor, own)
         if name != without:
             stored[name] = data
-            tensors.append((names.get_name(name, (".weight",)), data, own))
+            tensors.append((names.get_name(name, (".weight", ".bias")), data, own))
     for number in range(parts):
         file = path if parts == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf")
-        writer = gguf.GGUFWriter(file, "llama")
+        writer = gguf.GGUFWriter(file, family)
         if number == 0:
             _write_fields(writer, every, vocabulary, words)
             for name, value in (fields or {}).items():
-                add = writer.add_string if isinstance(value, str) else writer.add_float32
-                add(name, value)
+                adds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+                adds[type(value)](name, value)
             if factors is not None:
                 tensors.append(("rope_freqs.weight", factors, None))
         if parts > 1:
@@ -87,7 +88,9 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, vocabulary: str, words: 
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(head)
+    writer.add_key_length(head)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocabulary)

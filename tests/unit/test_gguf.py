@@ -201,6 +201,8 @@ def test_a_scaling_that_the_config_cannot_say_is_refused(
         ),
         ("gemma2", {"num_hidden_layers": 46}, {}, {"query_pre_attn_scalar": 8}),
         ("gemma2", {"num_hidden_layers": 42}, {}, {"query_pre_attn_scalar": 256}),
+        ("qwen3_moe", {}, {"expert_feed_forward_length": 24}, {"moe_intermediate_size": 24}),
+        ("phi3", {}, {}, {"pad_token_id": None, "eos_token_id": None, "sliding_window": None}),
         (
             "gemma3_text",
             {},
@@ -241,3 +243,63 @@ def test_a_file_of_which_transformers_makes_a_tokenizer_that_splits_its_words_is
     with pytest.raises(BadInput, match=says):
         resolve_base(str(file), tmp_path / "work")
     assert not list(tmp_path.glob("work/*"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "fields"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+        ("qwen3", {"head_dim": 16}, {}),
+        ("phi3", {"sliding_window": 24, "partial_rotary_factor": 1.0}, {"phi3.attention.sliding_window": 24}),
+    ],
+)
+def test_what_the_reader_leaves_at_a_default_is_read(
+    family: str, changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_base(family, tmp_path / "base", **changes)).eval()
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith("bias"):
+                bias.normal_()
+    write_gguf(tmp_path / "model.gguf", model, fields=fields)
+    made = AutoModelForCausalLM.from_pretrained(resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")).eval()
+    torch.testing.assert_close(logits(made), logits(model))
+
+
+def test_tensors_that_the_reader_would_leave_out_are_refused(model: Any, tmp_path: Path) -> None:
+    model.model.layers[0].mlp.gate = torch.nn.Linear(8, 1, bias=False)  # as of experts
+    try:
+        write_gguf(tmp_path / "model.gguf", model)
+    finally:
+        del model.model.layers[0].mlp.gate
+    with pytest.raises(
+        BadInput, match=r"model\.gguf: transformers would leave out 8 of the [\d,]+ values of its tensors"
+    ):
+        resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"llama.rope.freq_base": -1.0}, r"rope_parameters\.rope_theta should be a number above 0, not -1\.0"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps should be a finite number, not nan"),
+    ],
+)
+def test_numbers_of_a_header_are_checked_as_those_of_a_config(
+    model: Any, fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", model, fields=fields)
+    for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
+        with pytest.raises(BadInput, match=rf"^base: \S+/model\.gguf: {says}"):
+            use(str(tmp_path / "model.gguf"))
+
+
+def test_a_tokenizer_without_its_tokens_is_refused(model: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", model)
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.nekots"))
+    with pytest.raises(
+        BadInput, match=r"model\.gguf: a field tokenizer\.ggml of its tokenizer is missing or wrong: 'tok"
+    ):
+        resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")
