@@ -202,7 +202,7 @@ def _suite(name: str, include_path: Path | None) -> suites.Suite:
         return loaded
     from liger_convert.eval.task_files import included_tasks  # lm-eval takes seconds to import
 
-    return loaded.with_tasks_of(include_path, included_tasks(include_path))
+    return loaded.with_tasks_of(include_path, included_tasks(include_path, [task.name for task in loaded.tasks]))
 
 
 def _other_text(text: str, other_text: str | None) -> str | None:

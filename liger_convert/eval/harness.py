@@ -21,7 +21,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from liger_convert.eval import ruler
 from liger_convert.eval.generation import plain_decoding
@@ -101,12 +101,13 @@ def rehearse_tasks(
             if data_dir is None and task.include_path is None:  # `check_rows` checks all other rows
                 _check_labels(task, part, rows)
             if part.OUTPUT_TYPE == "generate_until":
-                _check_generation(task, part.config.generation_kwargs or {}, positions)
+                _check_generation(task, part.config.generation_kwargs or {}, tokenizer, positions)
         report(done, len(tasks), task.name)
 
 
-def _check_generation(task: Task, settings: dict[str, Any], positions: int | None) -> None:
-    """Raises BadInput for a task's `generation_kwargs` with which no model of so many `positions` can answer."""
+def _check_generation(task: Task, settings: dict[str, Any], tokenizer: Any, positions: int | None) -> None:
+    """Raises BadInput for a task's `generation_kwargs` with which no model of so many `positions` can answer. Lets a
+    model of a few weights write one token with them."""
     where = f"task {task.name}: generation_kwargs"
     try:
         known = normalize_gen_kwargs(settings)
@@ -117,8 +118,17 @@ def _check_generation(task: Task, settings: dict[str, Any], positions: int | Non
         raise BadInput(f"{where}.until: should be a text that ends an answer, or a list of such texts, not {stops}")
     if unknown := [name for name in known if not hasattr(GenerationConfig(), name)]:
         raise BadInput(f"{where}.{unknown[0]}: transformers has no such setting")
+    if "cache_implementation" in known:
+        raise BadInput(f"{where}.cache_implementation: is not supported; leave it out")
     if room < 1:
         raise BadInput(f"{where}.max_gen_toks: should be at least 1, not {room}")
+    sizes: Any = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2)
+    tiny = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+    writer = _Harness(tiny, tokenizer, 1, torch.float32, lambda *_: None)
+    try:
+        writer._model_generate(torch.ones(1, 1, dtype=torch.long), 2, stops, **known)
+    except Exception as error:  # whatever transformers raises over a value
+        raise BadInput(f"{where}: {first_line(error)}") from error
     if positions is not None and room >= positions:
         raise BadInput(f"task {task.name}: answers take {room} tokens, but the base supports only {positions} in all")
 
@@ -194,7 +204,7 @@ def _check_docs(task: Task, part: Any, rows: int | None) -> None:
     as wrong.
     """
     splits: dict[str, Iterator[Any]] = {"test": islice(part.eval_docs, rows)}
-    if task.shots:
+    if part.config.num_fewshot:
         splits["fewshot"] = iter(part.fewshot_docs() or ())
     for split, docs in splits.items():
         for number, doc in enumerate(docs, 1):
@@ -267,7 +277,8 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         if local and part.config.process_docs is not None:  # here once, because lm-eval would do it five times
             part.dataset = {split: part.config.process_docs(rows) for split, rows in part.dataset.items()}
             part.config.process_docs = None
-        part.set_config(key="num_fewshot", value=task.shots)
+        own = part.config.num_fewshot if task.include_path is not None else None
+        part.set_config(key="num_fewshot", value=task.shots if task.shots is not None else own or 0)
         part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return loaded
 
@@ -361,6 +372,7 @@ class _Harness(HFLM):
         return self._end(super().loglikelihood_rolling(requests, disable_tqdm=True))
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
+        torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample
         self._begin(requests)
         return self._end(super().generate_until(requests, disable_tqdm=True))
 

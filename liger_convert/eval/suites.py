@@ -142,10 +142,11 @@ Metric = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) 
 
 class Task(Strict):
     """A task of lm-eval, or one of ours; `metrics` of it become `<name>/<metric>`. limit: documents at most, of RULER's
-    tasks for each length. include_path: a folder with the task's YAML, which says itself where its rows are."""
+    tasks for each length. include_path: a folder with the task's YAML, which says itself where its rows are. shots: if
+    left out, those of that YAML (num_fewshot), and none of other tasks."""
 
     name: str
-    shots: Annotated[int, between(0, 1000)] = 0
+    shots: Annotated[int, between(0, 1000)] | None = None
     metrics: Annotated[list[Metric], Field(min_length=1)]
     limit: Count | None = None
     needs_data: bool = False  # left out when no local data is given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from liger_convert.data.row_files import file_rows
 from liger_convert.eval import ruler
 from liger_convert.eval.suites import ANSWER_TOKENS, LOCAL_FILES, NEEDLES, Task, local_files
 from liger_convert.io.inputs import read_text, require_file
-from liger_convert.utils.errors import BadInput, first_line
+from liger_convert.utils.errors import BadInput, first_line, refusing
 
 STOCK = Path(lm_eval.__file__).parent / "tasks"
 # The YAML files of the known tasks. Indexing only their folders is fast; indexing all of STOCK takes 8 seconds.
@@ -55,6 +55,7 @@ CONTAINS = {
 # the instructions of ifeval that lm-eval scores with nltk data
 SCORED_BY_NLTK = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 TASK_BYTES = 1 << 20  # of a task's YAML file
+UNREAD_FOLDERS = ("__pycache__", ".ipynb_checkpoints")  # in which lm-eval looks for no tasks
 WHERE = "_where"  # the column with the file and line that a row is from
 first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 
@@ -73,22 +74,34 @@ def task_managers(tasks: Sequence[Task], data_dir: Path | None, folder: Path) ->
     return managers
 
 
-def included_tasks(include_path: Path) -> frozenset[str]:
+def included_tasks(include_path: Path, wanted: Collection[str]) -> frozenset[str]:
     """The names of the tasks and groups in the YAML files of that folder. Raises BadInput if it is not a folder, and
-    for a file that is not YAML, which lm-eval would leave out."""
-    names = frozenset(_included(include_path).task_index)
+    for files that lm-eval would leave out: those that are not YAML, and of the `wanted` tasks one that includes what it
+    cannot, or has the name of another."""
+    names = frozenset(map(str, _included(include_path).task_index))
+    found: dict[str, Path] = {}
     for file in sorted(include_path.rglob("*.yaml")):
         try:
-            yaml.compose(read_text(file, TASK_BYTES))  # without building values: lm-eval has tags of its own
+            root = yaml.compose(read_text(file, TASK_BYTES))  # without building values: lm-eval has tags of its own
         except yaml.YAMLError as error:
             raise BadInput(f"{file}: {yaml_file.problem(error)}") from None
+        pairs = root.value if isinstance(root, yaml.MappingNode) else []
+        told = {key.value: value.value for key, value in pairs if isinstance(value, yaml.ScalarNode)}
+        name = told.get("group", told.get("task"))
+        if name not in wanted or file.parent.name in UNREAD_FOLDERS:
+            continue
+        if name not in names:
+            raise BadInput(f"{file}: lm-eval cannot read it; does it include itself, or a file that is not there?")
+        if (other := found.setdefault(name, file)) != file:
+            raise BadInput(f"{file}: has the name {name}, as {other} has; name them apart")
     return names
 
 
 def _included(include_path: Path) -> TaskManager:
     if not include_path.is_dir():
         raise BadInput(f"{include_path}: is not a folder; name one with the YAML files of lm-eval tasks")
-    return TaskManager(include_path=include_path, include_defaults=False)
+    with refusing(f"{include_path}: lm-eval cannot list its tasks; is each name a text?"):
+        return TaskManager(include_path=include_path, include_defaults=False)
 
 
 def _manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> TaskManager:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from worlds import World
 
 from liger_convert.cli import main
-from liger_convert.eval import suites
+from liger_convert.eval import harness, suites
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import generate, load_model
 from liger_convert.eval.harness import rehearse_tasks
@@ -242,7 +242,7 @@ def included(folder: Path, *names: str) -> Suite:
     from liger_convert.eval.task_files import included_tasks
 
     tasks = [{"name": name, "metrics": ["acc"]} for name in names]
-    return suite(tasks=tasks).with_tasks_of(folder, included_tasks(folder))
+    return suite(tasks=tasks).with_tasks_of(folder, included_tasks(folder, names))
 
 
 def test_tasks_of_a_folder_read_what_their_own_yaml_says(model: Any, rows: Path, folder: Path) -> None:
@@ -263,6 +263,38 @@ def test_a_suite_file_may_name_the_folder_itself(model: Any, folder: Path) -> No
     assert set(run(model, None, tasks)) == {"boxes/acc"}
 
 
+def test_shots_that_a_suite_leaves_out_are_those_of_the_tasks_own_yaml(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "boxes.yaml").open("a").write("num_fewshot: 2\nfewshot_split: test\n")
+    seen: list[str] = []
+
+    def note(_self: Any, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        seen.extend(texts[0] for texts, _, _ in requests)
+        return [(-1.0, False)] * len(requests)
+
+    monkeypatch.setattr(harness._Harness, "_loglikelihood_tokens", note)
+    for more in ({}, {"shots": 0}):
+        run(model, None, [{"name": "boxes", "metrics": ["acc"], "include_path": str(folder)} | more])
+    assert [text.count("open box") for text in seen] == [3] * 12 + [1] * 12
+
+
+def test_a_task_that_samples_gives_the_same_score_again(model: Any, folder: Path) -> None:
+    (folder / "score.py").open("a").write("def size(doc, results):\n    return {'size': sum(map(ord, results[0]))}\n")
+    settings = {"max_gen_toks": 8, "until": ["@"], "do_sample": True, "temperature": 5.0}
+    task = yaml.safe_load((folder / "boxes.yaml").read_text().replace("!function ", ""))
+    task |= {
+        "output_type": "generate_until",
+        "generation_kwargs": settings,
+        "doc_to_target": "x",
+        "doc_to_text": "{{q}}",
+    }
+    task |= {"metric_list": [{"metric": "size", "aggregation": "mean", "higher_is_better": True}]}
+    (folder / "boxes.yaml").write_text(yaml.safe_dump(task) + "process_results: !function score.size\n")
+    sampled = [{"name": "boxes", "metrics": ["size"], "include_path": str(folder)}]
+    assert run(model, None, sampled) == run(model, None, sampled)
+
+
 @pytest.mark.parametrize(
     ("prepare", "names", "says"),
     [
@@ -275,6 +307,21 @@ def test_a_suite_file_may_name_the_folder_itself(model: Any, folder: Path) -> No
         ),
         (lambda folder: (folder / "score.py").write_text("import nothing_of_the_kind\n"), ["boxes"], "needs a package"),
         (lambda folder: (folder / "x.yaml").write_text("a: 1\nb: [\n"), ["boxes"], "x.yaml: line 3: not valid YAML"),
+        (
+            lambda folder: (folder / "x.yaml").write_text("task: boxes\n"),
+            ["boxes"],
+            "x.yaml: has the name boxes, as .*boxes.yaml has; name them apart",
+        ),
+        (
+            lambda folder: (folder / "boxes.yaml").write_text("task: boxes\ninclude: gone.yaml\n"),
+            ["boxes"],
+            "boxes.yaml: lm-eval cannot read it; does it include",
+        ),
+        (
+            lambda folder: (folder / "x.yaml").write_text("task: 3\n"),
+            ["piqa"],
+            "lm-eval cannot list its tasks; is each name a text",
+        ),
     ],
 )
 def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
@@ -323,6 +370,18 @@ def test_a_metric_that_cannot_score_the_answers_is_named_by_its_task(model: Any,
         ({"generation_kwargs": {"max_gen_toks": "few"}}, "generation_kwargs: invalid literal for int"),
         ({"generation_kwargs": {"until": 5, "max_gen_toks": 4}}, "generation_kwargs.until: should be a text"),
         ({"generation_kwargs": {"max_gen_toks": 4, "topp": 0.5}}, "generation_kwargs.topp: transformers has no such"),
+        *(
+            ({"generation_kwargs": {"max_gen_toks": 4, **settings}}, f"task asked: generation_kwargs{says}")
+            for settings, says in [
+                (
+                    {"do_sample": True, "temperature": -1.0},
+                    ": `temperature` .* has to be a strictly positive float",
+                ),
+                ({"num_beams": "two"}, ": '>' not supported between"),
+                ({"num_return_sequences": 2}, ": Greedy methods .* without beam search"),
+                ({"cache_implementation": "static"}, ".cache_implementation: is not supported; leave it out"),
+            ]
+        ),
         (
             {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "([0-9"}]}]},
             "task asked: .*unterminated character set",
@@ -352,6 +411,6 @@ def test_a_task_that_no_model_can_do_is_refused_before_a_model_is_loaded(
     )
     (world.folder / "s.yaml").write_text("description: x\ntasks: [{name: asked, metrics: [exact_match]}]\n")
     model = world.base if command == "eval" else world.linearized()
-    monkeypatch.setattr("liger_convert.eval.generation.load_model", None)
+    monkeypatch.setattr("liger_convert.cli.measuring.generation.load_model", None)
     assert main.main([command, str(model), "--suite", "s.yaml", "--include-path", "own"]) == 2
     assert re.search(says, capsys.readouterr().err)
