@@ -19,7 +19,7 @@ def recipe_file(path: Path | None) -> Path | None:
     if path is None:
         return path
     is_there, is_yaml = os.path.exists(path), path.suffix in (".yaml", ".yml")
-    if os.path.isdir(path) or not (is_there or is_yaml or path.name == str(path)):
+    if os.path.isdir(path) or path.suffix == ".gguf" or not (is_there or is_yaml or path.name == str(path)):
         raise BadInput(f"RECIPE: {path}: is not a recipe (a YAML file); to convert a base, use --base {path}")
     if is_there:
         return path

@@ -284,7 +284,8 @@ def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
     messages = [_with_text(_from_sharegpt(message)) for message in messages]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise BadInput(f"{row.where}: message {number} of {name!r} should have a role and a content, both texts; a content in parts may hold only texts")
+            what = "should have a role and a content, both texts; a content in parts may hold only texts"
+            raise BadInput(f"{row.where}: message {number} of {name!r} {what}")
     return _from_question_to_response(messages)
 
 

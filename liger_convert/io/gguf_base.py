@@ -36,12 +36,13 @@ def _errors(file: Path) -> Iterator[None]:
         yield
 
 
-def _config(file: Path, parts: list[Path]) -> Any:
-    """The config of the .gguf file `file`. parts: the files that it was joined from, or just `file`."""
+def _config(file: Path, parts: list[Path], readers: list[Any]) -> Any:
+    """The config of the .gguf file `file`. parts: the files that it was joined from, or just `file`. readers: a
+    GGUFReader of each."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    gguf_fields.complete(config, parts)
+    gguf_fields.complete(config, readers, parts[0])
     check_sizes(config.to_dict(), f"base: {parts[0]}")
     check_rotary(config.to_dict(), f"base: {parts[0]}")
     return config
@@ -58,7 +59,9 @@ def load_config(path: Path) -> Any:
         file = path if len(parts) == 1 else Path(work, path.name)
         if len(parts) > 1:
             join(parts, file, with_data=False)
-        return _config(file, parts)
+        from gguf import GGUFReader
+
+        return _config(file, parts, [GGUFReader(part) for part in parts])
 
 
 def write_base(path: Path, out: Path) -> Path:
@@ -90,11 +93,11 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
     with _errors(given):
         from gguf import GGUFReader
 
-        reader = GGUFReader(file)
-        vocabulary = reader.get_field("tokenizer.ggml.pre")
-        stored = sum(int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_"))
+        readers = [GGUFReader(part) for part in parts]  # once: this takes seconds for a large vocabulary
+        vocabulary, tensors = readers[0].get_field("tokenizer.ggml.pre"), [t for r in readers for t in r.tensors]
+        stored = sum(int(tensor.n_elements) for tensor in tensors if not tensor.name.startswith("rope_"))
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
-        options |= {"config": _config(file, parts), "output_loading_info": True}
+        options |= {"config": _config(file, parts, readers), "output_loading_info": True}
         with refusing(f"base: {given}: a field tokenizer.ggml of its tokenizer is missing or wrong"):
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         if (word := split_word(tokenizer)) is not None:  # as of Gemma's files in 5.17

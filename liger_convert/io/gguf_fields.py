@@ -33,15 +33,12 @@ WAY = "give the safetensors folder that it was made from"
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def complete(config: Any, parts: Sequence[Path]) -> None:
-    """Adds the ignored fields to `config`, in place. config: transformers' config of the model. parts: the model's
-    files.
+def complete(config: Any, readers: Sequence[Any], given: Path) -> None:
+    """Adds the ignored fields to `config`, in place. config: transformers' config of the model. readers: a GGUFReader
+    of each of the model's files. given: the first file, for error messages.
 
     Raises BadInput for RoPE scaling that the config cannot express.
     """
-    from gguf import GGUFReader
-
-    readers = [GGUFReader(part) for part in parts]
     header = readers[0].fields
     architecture = header["general.architecture"].contents()
     prefix = f"{architecture}."
@@ -65,7 +62,7 @@ def complete(config: Any, parts: Sequence[Path]) -> None:
     if rotary is not None:
         # if layer types have different RoPE parameters, the header describes those of full-attention layers
         rotary = rotary.get("full_attention", rotary)
-        rotary |= _rotary(fields, tensors, rotary, config, parts[0])
+        rotary |= _rotary(fields, tensors, rotary, config, given)
 
 
 def _rotary(

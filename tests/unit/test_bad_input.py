@@ -126,6 +126,7 @@ RECIPES = [
     case("half a layer kept", "between 0 and 1, not 1.5", lambda w: w.run("layers={softmax_auto: 1.5}")),
     case("neither a recipe nor a base", "RECIPE: is missing", lambda w: ["run"]),
     case("a base as a recipe", "to convert a base, use --base base", lambda w: ["run", "base"]),
+    case("a file of weights as a recipe", "to convert a base, use --base m.gguf", lambda w: ["plan", "m.gguf"]),
     case(
         "a hub id as a recipe", "to convert a base, use --base Qwen/Qwen3-1.7B", lambda w: ["plan", "Qwen/Qwen3-1.7B"]
     ),
