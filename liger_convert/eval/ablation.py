@@ -19,7 +19,7 @@ from liger_convert.data.documents import Document
 from liger_convert.eval.agreement import Row
 from liger_convert.eval.evaluation import evaluate_model, let_base_write, part_file, parts_of
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
-from liger_convert.eval.measures import Measurement
+from liger_convert.eval.measures import Measurement, worse_than_frequencies
 from liger_convert.eval.narrow import context_of, cut_prompts, narrow
 from liger_convert.eval.suites import Suite
 from liger_convert.eval.verdict import verdict
@@ -108,6 +108,10 @@ def diagnose(
     within = {name: {m: value for m, value in models[name].items() if m not in beyond} for name in names}
     short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored behind the last
     notes = [*notes, *cut_prompts(models)]
+    for part in measured.text if base_dir is not None else ():
+        documents = (other if part.source == "other" else held_out) or []
+        if told := worse_than_frequencies(models["base"][part.metrics[0]], tokenizer, documents, part):
+            notes.append(told)
     said = {name: found[name][1] for name in names if found[name][1]}
     texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {

@@ -70,6 +70,23 @@ def text_perplexity(
     }
 
 
+def worse_than_frequencies(
+    perplexity: Measurement, tokenizer: Any, documents: Sequence[Document], measure: TextMeasure
+) -> str | None:
+    """A sentence if a base's `perplexity`, of `text_perplexity` with these arguments, is above what the frequencies of
+    the scored tokens give without any context; else None. Then the base has little to give to a linearized model."""
+    ids = text_windows(tokenizer, documents, measure)[:, measure.score_from :]
+    share = ids.unique(return_counts=True)[1].double() / ids.numel()
+    known, value = math.exp(-(share * share.log()).sum().item()), perplexity["value"]
+    if value is not None and value <= known:
+        return None
+    found = "not finite" if value is None else f"{value:.4g}"
+    told = (
+        f"the base's perplexity on {KINDS[measure.source]} is {found}, where the frequencies of tokens give {known:.4g}"
+    )
+    return f"{told}: its tokenizer or weights may be damaged, or it was made for other text"
+
+
 def position_losses(
     model: Any,
     tokenizer: Any,

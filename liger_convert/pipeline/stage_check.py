@@ -18,7 +18,7 @@ from liger_convert.config.stages import AnyStage
 from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import weight_dtype
-from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity
+from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity, worse_than_frequencies
 from liger_convert.eval.narrow import context_of
 from liger_convert.eval.suites import CopyMeasure, TextMeasure
 from liger_convert.eval.verdict import relation
@@ -74,7 +74,11 @@ class StageCheck:
     def untrained(self, linearization: dict[str, Any]) -> dict[str, dict[str, Measurement]]:
         """The measures of the base, and of the untrained window that belongs to `linearization`."""
         dtype = weight_dtype(self.device, self.precision)
-        base = self._measure(load_pretrained(self.base_dir, dtype=dtype))
+        model = load_pretrained(self.base_dir, dtype=dtype)
+        base, text = self._measure(model), text_measure(model, self.device)
+        del model
+        if said := worse_than_frequencies(base[TEXT], self.tokenizer, self.documents, text):
+            console.print(f"warning: {said}", markup=False, soft_wrap=True)
         window = linearize_base(self.base_dir, window_control(linearization), dtype=dtype)
         return {BASE: base, UNTRAINED: self._measure(window)}
 
@@ -93,8 +97,7 @@ def measure(
     """A model's perplexity on `documents` and its loss on a repetition of their text. Lower is better for both. Takes
     any model of transformers, with shorter windows if its context is shorter. Raises BadInput if there are too few
     documents."""
-    size, most = SIZES[device.type], context_of(model.config)
-    text = TextMeasure(source="other", window=min(size.window, most), windows=size.windows)
+    size, most, text = SIZES[device.type], context_of(model.config), text_measure(model, device)
     begin = len(text_prefix(tokenizer))
     copying = CopyMeasure(length=min(size.length, (most - begin) // 2), draws=size.draws)
     options: dict[str, Any] = {
@@ -105,6 +108,12 @@ def measure(
     model = place(model, device)
     perplexity = text_perplexity(model, tokenizer, documents, text, **options)[text.metrics[0]]
     return {TEXT: perplexity, COPY: copy_loss(model, tokenizer, documents, copying, **options)[copying.metrics[0]]}
+
+
+def text_measure(model: Any, device: torch.device) -> TextMeasure:
+    """The measure of text for a model: its windows are no longer than its context."""
+    size = SIZES[device.type]
+    return TextMeasure(source="other", window=min(size.window, context_of(model.config)), windows=size.windows)
 
 
 def is_worse(measured: Measures, reference: Measures, base: Measures) -> bool:

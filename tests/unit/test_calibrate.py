@@ -439,3 +439,16 @@ def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
     assert (empty.log_normalizer_BTH <= EMPTY).all()
     assert torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, empty))[0], window_o)
     assert not torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, memory))[0], window_o)
+
+
+def test_a_step_of_the_regression_survives_a_float32_sum_that_is_not_positive_definite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    along_N, noise_NX = torch.randn(4096, generator=generator), torch.randn(4096, 258, generator=generator)
+    known_HNX = (60 * along_N[:, None] + 1e-4 * noise_NX)[None]  # columns that are all but equal, as of heads of 256
+    bend_HXX = known_HNX.mT @ known_HNX / 4096
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.cholesky(bend_HXX.double())
+    slope_HX = bend_HXX @ torch.ones(258)
+    step_HX = module._solve(bend_HXX, slope_HX)
+    assert (bend_HXX @ step_HX[..., None])[0, :, 0].allclose(slope_HX[0], rtol=1e-3)
+    assert step_HX.abs().amax() < 2

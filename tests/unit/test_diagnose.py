@@ -75,6 +75,10 @@ def test_each_column_measures_the_model_that_it_names(base: Path, tmp_path: Path
     values = [found["models"][name]["text_ppl"]["value"] for name in NAMES]
     assert len(set(values)) == len(values)
     assert [set(row) for row in found["continuations"]] == [{"prompt", "base", "linearized"}] * 2
+    (note,) = found["notes"]
+    assert note.startswith(
+        f"the base's perplexity on held-out text is {values[NAMES.index('base')]:.4g}, where the freq"
+    )
 
 
 def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp_path: Path) -> None:

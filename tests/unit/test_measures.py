@@ -16,7 +16,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from liger_convert.data.documents import Document
 from liger_convert.eval import measures
-from liger_convert.eval.measures import copy_loss, measurement, position_losses, text_perplexity, token_losses
+from liger_convert.eval.measures import (
+    copy_loss,
+    measurement,
+    position_losses,
+    text_perplexity,
+    token_losses,
+    worse_than_frequencies,
+)
 from liger_convert.eval.suites import CopyMeasure, PositionMeasure, TextMeasure
 from liger_convert.utils.errors import BadInput
 
@@ -266,3 +273,13 @@ def test_too_little_text_is_bad_input(model: Any, function: Any, measure: Any, k
     tokenizer = tiny_tokenizer()
     with pytest.raises(BadInput, match=f"^{kind}: 91 tokens"):
         function(model, tokenizer, documents(tokenizer, TEXT), measure, **OPTIONS)
+
+
+@pytest.mark.parametrize(("value", "told"), [(3.99, None), (4.01, "is 4.01, "), (None, "is not finite, ")])
+def test_a_base_that_knows_less_than_the_frequencies_of_tokens_is_told(value: float | None, told: str | None) -> None:
+    """As one whose tokenizer is not its own. Four tokens that are all as frequent give a perplexity of 4."""
+    documents = [document([3, 4, 5, 6] * 33)]
+    measure = TextMeasure(window=33, windows=4)
+    found: Any = {"value": value, "stderr": 0.1, "n": 4}
+    said = worse_than_frequencies(found, tiny_tokenizer(), documents, measure)
+    assert said is None if told is None else told + "where the frequencies of tokens give 4: its tokenizer or" in said

@@ -84,8 +84,10 @@ def steps(home: Path) -> dict[str, Any]:
     return json.loads((home / "out/manifest.json").read_text())["steps"]
 
 
-def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path) -> None:
+def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path, capsys) -> None:
     assert run() == 0
+    said = "warning: the base's perplexity on text of another kind is "  # its weights are random
+    assert said in " ".join(capsys.readouterr().err.split())
     done = steps(home)
     assert set(done["check"]["check"]) == {BASE, UNTRAINED}
     assert done["check"]["check"][BASE] != done["check"]["check"][UNTRAINED]
