@@ -19,7 +19,7 @@ def _count_or_fraction(value: Any) -> Any:
         return value
     if type(value) is float and value == 1:
         refuse("", "1.0 may mean one layer or all of them: give 1 for one layer")
-    if type(value) not in (int, float) or value < 1 or value != int(value):
+    if type(value) not in (int, float) or value < 1 or value % 1:
         refuse("", f"should be a whole number of layers above 0, or a fraction of them between 0 and 1, not {value!r}")
     return int(value)
 

@@ -62,6 +62,8 @@ class _Loader(yaml.SafeLoader):
             raise _problem(f"this is not a valid {kind}", node.start_mark) from None
         if isinstance(value, str) and not inputs.is_text(value):
             raise _problem("half of a surrogate pair, which is not a character", node.start_mark)
+        if isinstance(value, str) and "\0" in value:
+            raise _problem("a NUL, which no text holds", node.start_mark)
         return value
 
 

@@ -68,6 +68,17 @@ RECIPES = [
     case("deep nesting", "nested too deeply", recipe(DEEP)),
     case("deep mappings", "nested too deeply", recipe("{a: " * 100_000)),
     case("NUL bytes", "unacceptable character", recipe("name: a\0b\n")),
+    case("an escaped NUL", "a NUL, which no text holds", lambda w: w.plan(r'data.text.path="a\0b"')),
+    *(
+        case(f"{value} layers for {field}", f"{field}: should be a whole number of layers above 0", change)
+        for value in ("inf", "nan")
+        for field, change in {
+            "layers.softmax_auto": lambda w, value=value: w.plan(f"layers={{softmax_auto: .{value}}}"),
+            "layers.long_windows.layers": lambda w, value=value: w.plan(
+                f"layers={{softmax: [], long_windows: {{layers: .{value}, window: 16}}}}"
+            ),
+        }.items()
+    ),
     case("UTF-16", "save it as UTF-8", recipe("name: a\n".encode("utf-16"))),
     case("tabs", "line 2: not valid YAML", recipe("mixer:\n\ttype: gla\n")),
     case("a tag that runs code", "line 1: not valid YAML", recipe("name: !!python/object/apply:os.system [ls]\n")),
