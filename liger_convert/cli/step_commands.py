@@ -23,6 +23,7 @@ from liger_convert.cli.options import (
     TrustCode,
 )
 from liger_convert.cli.output import show, stdout
+from liger_convert.utils.progress import console as stderr
 from liger_convert.utils.progress import show_progress
 
 
@@ -178,9 +179,12 @@ def merge(
 
     Example: linearize merge converted aligned distilled --out merged
     """
+    from liger_convert.pipeline.begun_stage import other_model
     from liger_convert.training.merge import merge_results
 
     merge_results(model, [folder / "result" for folder in trained], out)
+    if (unlike := other_model(trained[0], model)) is not None:
+        stderr.print(f"warning: {unlike}", markup=False, soft_wrap=True)
     stages = "1 stage" if len(trained) == 1 else f"{len(trained)} stages"
     stdout().print(f"{out}: {model} with {stages} merged, in float32", markup=False, soft_wrap=True)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from liger_convert.config.recipe import Recipe
+from liger_convert.io.checksums import sha256_file
 from liger_convert.io.files import atomic_write, read_json
 from liger_convert.pipeline.manifest import first_difference
 from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs
@@ -50,6 +52,17 @@ def begun_stage(recipe: Recipe, number: int, model: Path, base: Path, out: Path 
         files.record(inputs)
         return BegunStage(settings, files.recorded)
     return _resumed(out, settings, inputs)
+
+
+def other_model(out: Path, model: Path) -> str | None:
+    """A sentence if the stage in `out` was begun with other weights than those in the folder `model`; else None."""
+    inputs = read_json(out / FILE).get("inputs") if (out / FILE).exists() else None
+    if not isinstance(inputs, dict):
+        return None
+    begun = {sha256 for name, sha256 in inputs.items() if re.fullmatch(r"model/[^/]+\.safetensors", name)}
+    if begun == {sha256_file(file) for file in model.glob("*.safetensors")}:
+        return None
+    return f"{out}: was trained on other weights than those of {model}"
 
 
 def _resumed(out: Path, settings: dict[str, Any], inputs: Mapping[str, Path]) -> BegunStage:

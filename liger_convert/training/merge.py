@@ -21,6 +21,7 @@ from liger_convert.io.checkpoint import (
     load_config,
     read_header,
 )
+from liger_convert.io.config_sizes import SIZES
 from liger_convert.io.files import atomic_dir, read_json
 from liger_convert.model.bases import meta_model
 from liger_convert.model.loading import check_folder, compare, load_linearized, read_finite, refuse_not_finite
@@ -52,12 +53,19 @@ def load_chain(model_dir: Path, results: Sequence[Path] = (), dtype: Any = torch
 def last_model(model_dir: Path, results: Sequence[Path]) -> tuple[Path, list[Path]]:
     """The folder of the last full model among `model_dir` and its `results`, and the adapters that come after it.
 
-    Raises BadInput for a folder that is not a result, and for a model with quantized weights.
+    Raises BadInput for a folder that is not a result, for a full model unlike `model_dir`, and for a model with
+    quantized weights.
     """
-    refuse_quantized(load_config(model_dir), model_dir, "merge")
+    config = load_config(model_dir)
+    refuse_quantized(config, model_dir, "merge")
     adapters: list[Path] = []
     for result in results:
         if (result / MODEL).is_dir():
+            trained = load_config(result / MODEL)
+            for name in ("model_type", *SIZES, "linearization"):
+                if getattr(trained, name, None) != getattr(config, name, None):
+                    what = f"its {name} is not that of {model_dir}; merge it into the model that it was trained from"
+                    raise BadInput(f"{result / MODEL}: {what}")
             model_dir, adapters = result / MODEL, []
         elif (result / ADAPTER).is_dir():
             adapters.append(result / ADAPTER)

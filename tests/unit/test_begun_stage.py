@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from hostile import check_refusal
+from tiny import save_tiny_base
 from worlds import World, edited, wrote
 
 from liger_convert.cli import main
@@ -72,3 +73,28 @@ def test_what_does_not_change_the_training_may_change(begun: World) -> None:
 def test_a_folder_without_a_stage_is_not_resumed(world: World, out: str, capfd: pytest.CaptureFixture[str]) -> None:
     world.linearized()
     check_refusal(world, lambda w: train(w, "--resume", out=out), f"{out}: has no stage to resume", 2, capfd)
+
+
+def test_merging_into_another_model_than_the_stage_was_trained_on_is_said(begun: World, capfd) -> None:
+    for folder, other in (("same", False), ("twin", True)):
+        assert main.main(["convert", str(begun.base), folder, "--window", "8", *["--seed", "9"] * other]) == 0
+        capfd.readouterr()
+        assert main.main(["merge", folder, "out", "--out", f"merged-{folder}"]) == 0
+        warned = "warning: out: was trained on other weights than those of twin" in capfd.readouterr().err
+        assert warned == other
+
+
+def test_what_was_learned_by_a_model_of_other_sizes_is_not_merged(begun: World, capfd) -> None:
+    for folder, words, name in (
+        ("deep", ["--window", "8"], "num_hidden_layers"),
+        ("wide", ["--window", "9"], "linearization"),
+    ):
+        base = save_tiny_base("llama", begun.folder / f"base-{folder}", num_hidden_layers=4 if folder == "deep" else 3)
+        assert main.main(["convert", str(base), folder, *words]) == 0
+        check_refusal(
+            begun,
+            lambda w, folder=folder: ["merge", folder, "out", "--out", "merged"],
+            f"out/result/model: its {name} is not that of {folder}; merge it into the model that it was trained from",
+            2,
+            capfd,
+        )
