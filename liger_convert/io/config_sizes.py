@@ -22,7 +22,7 @@ SIZES = {
     "num_key_value_heads": (1, 1 << 14),
     "head_dim": (1, 1 << 14),
     "vocab_size": (1, 1 << 24),
-    "max_position_embeddings": (1, 1 << 40),
+    "max_position_embeddings": (2, 1 << 40),
     "sliding_window": (1, 1 << 40),
     "num_experts": (0, 1 << 16),
     "num_local_experts": (0, 1 << 16),

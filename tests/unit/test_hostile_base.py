@@ -84,6 +84,7 @@ def evaluate(w: World) -> list[str]:
 CONFIGS = [
     case("ten million layers", "num_hidden_layers should be from 1 to 1,024", config(num_hidden_layers=10**7)),
     case("a vocabulary of 10^12", "vocab_size should be from", config(vocab_size=10**12)),
+    case("a context of 1", "max_position_embeddings should be from 2 to", config(max_position_embeddings=1)),
     *(
         case(f"rotary parameters: {says}", f"config.json: {says}", config(**{name: written}))
         for name, written, says in [
