@@ -17,7 +17,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from liger_convert.config.sources import FileSource, HubSource
@@ -386,25 +385,6 @@ def test_a_turn_that_later_turns_rewrite_is_context_only(tmp_path: Path) -> None
     tokenizer = bpe(REASONING)
     (document,) = load(tmp_path / "a.jsonl", "messages", tokenizer).train
     assert learned(document, tokenizer) == "<think>\n</think>\nAnother fruit, I think.<|im_end|>"
-
-
-def test_documents_know_whether_they_begin_with_the_bos_token_of_the_tokenizer(tmp_path: Path) -> None:
-    """Not with one that only the chat template has, as SmolLM2's <|im_start|>: plain text is without it."""
-    text, chat = tmp_path / "text.jsonl", tmp_path / "chat.jsonl"
-    text.write_text(json.dumps({"text": "An apple is a fruit."}) + "\n")
-    chat.write_text(json.dumps({"messages": TALK}) + "\n")
-
-    def begins(tokenizer: PreTrainedTokenizerFast) -> list[bool]:
-        found = load(text, tokenizer=tokenizer, held_out=0), load(chat, "messages", tokenizer, held_out=0)
-        return [documents.train[0].has_bos for documents in found]
-
-    plain, adds = bpe(), bpe()
-    plain.bos_token = "<|im_start|>"
-    assert begins(plain) == [False, False]
-    adds.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    assert begins(adds) == [True, False]
-    adds.chat_template = "<s>" + CHATML
-    assert begins(adds) == [True, True]
 
 
 def test_alpaca_rows_follow_the_chat_template(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from liger_convert.data.documents import Document
+from liger_convert.config.sources import FileSource
+from liger_convert.data.documents import Document, load_source
 from liger_convert.data.packed_rows import IGNORED, RANDOM_COPIES, collate, pack
 from liger_convert.utils.errors import BadInput
 
@@ -27,6 +32,27 @@ def begun(docs: list[Document], bos: int) -> list[Document]:
         Document(np.insert(d.ids, 0, bos).astype(np.int32), np.insert(d.loss, 0, False), d.text_bytes, has_bos=True)
         for d in docs
     ]
+
+
+def test_documents_know_whether_they_begin_with_the_bos_token_of_the_tokenizer(tmp_path: Path) -> None:
+    """Not with one that only the chat template has, as SmolLM2's <|im_start|>: plain text is without it."""
+    text, chat = tmp_path / "text.jsonl", tmp_path / "chat.jsonl"
+    text.write_text('{"text": "An apple is a fruit."}\n')
+    turns = [{"role": "user", "content": "What is an apple?"}, {"role": "assistant", "content": "A fruit."}]
+    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    template = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+
+    def begins(tokenizer: Any) -> list[bool]:
+        sources = FileSource(path=str(text), held_out=0), FileSource(path=str(chat), format="messages", held_out=0)
+        return [load_source(source, tokenizer).train[0].has_bos for source in sources]
+
+    plain, adds = tiny_tokenizer(), tiny_tokenizer()
+    plain.chat_template = adds.chat_template = template
+    assert begins(plain) == [False, False]
+    adds.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert begins(adds) == [True, True]
+    adds.chat_template = template.replace("<s>", "")
+    assert begins(adds) == [True, False]
 
 
 def segments(item: dict[str, Any]) -> list[list[int]]:
