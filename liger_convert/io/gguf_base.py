@@ -41,7 +41,7 @@ def _config(file: Path, parts: list[Path], readers: list[Any]) -> Any:
     GGUFReader of each."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=str(file.absolute()))
     gguf_fields.complete(config, readers, parts[0])
     check_sizes(config.to_dict(), f"base: {parts[0]}")
     check_rotary(config.to_dict(), f"base: {parts[0]}")
@@ -96,10 +96,12 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
         readers = [GGUFReader(part) for part in parts]  # once: this takes seconds for a large vocabulary
         vocabulary, tensors = readers[0].get_field("tokenizer.ggml.pre"), [t for r in readers for t in r.tensors]
         stored = sum(int(tensor.n_elements) for tensor in tensors if not tensor.name.startswith("rope_"))
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+        # a bare name would be looked up in the working directory first
+        options: dict[str, Any] = {"gguf_file": str(file.absolute()), "dtype": torch.float32}
         options |= {"config": _config(file, parts, readers), "output_loading_info": True}
+        options["ignore_mismatched_sizes"] = True
         with refusing(f"base: {given}: a field tokenizer.ggml of its tokenizer is missing or wrong"):
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=options["gguf_file"])
         if (word := split_word(tokenizer)) is not None:  # as of Gemma's files in 5.17
             version = f"transformers {transformers.__version__}"
             what = f"makes a tokenizer that splits words of its vocabulary, such as {word!r}"

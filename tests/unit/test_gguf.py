@@ -53,6 +53,20 @@ def test_a_model_in_parts_is_the_model_in_one_file(model: Any, named: int, tmp_p
     assert base_config(part).to_diff_dict() == base_config(whole).to_diff_dict()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_file_of_the_same_name_in_the_working_directory_is_not_read_instead(
+    model: Any, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "given").mkdir()
+    write_gguf(tmp_path / "given/m.gguf", model, parts=parts)
+    other = AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path / "other", seed=1))
+    write_gguf(tmp_path / "m.gguf", other, parts=parts)
+    monkeypatch.chdir(tmp_path)
+    name = "m.gguf" if parts == 1 else "m-00001-of-00003.gguf"
+    made = AutoModelForCausalLM.from_pretrained(resolve_base(f"given/{name}", tmp_path / "work"))
+    assert all(made.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
 def test_all_parts_are_inputs_of_a_run(model: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", model, parts=3)
     parts = sorted(tmp_path.iterdir())
