@@ -79,11 +79,12 @@ class LinearizedInit(QuantizedWeights):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """transformers' from_pretrained, which initializes missing tensors randomly and only warns. Raises ValueError
-        if a mixer's are missing, unless the caller asks for the loading info, which lists them."""
+        if a mixer's are missing from the files, unless the caller asks for the loading info, which lists them."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if output_loading_info:
             return model, info
-        if lost := sorted(name for name in info["missing_keys"] if f".{MIXER_MODULE}." in name):
+        lost = sorted(name for name in info["missing_keys"] if f".{MIXER_MODULE}." in name)
+        if lost and kwargs.get("state_dict") is None:  # with a state_dict, no files are read
             what = f"{len(lost)} tensors of its mixers are missing, such as {lost[0]}"
             raise ValueError(f"{model.config.name_or_path}: {what}; the model is damaged, get it again")
         return model
