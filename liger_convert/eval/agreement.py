@@ -66,7 +66,7 @@ def write_rows(
     that has a token without an embedding. dtype: the compute dtype. Returns plain data that can be saved as JSON.
     Raises BadInput if the documents do not hold two prompts.
     """
-    spans_NT = text_spans(tokenizer, documents, measure.prompt_tokens, measure.prompts, KINDS[measure.source])
+    spans_NT = text_spans(documents, measure.prompt_tokens, measure.prompts, KINDS[measure.source])
     prompts_NT = begun(tokenizer, spans_NT)
     rows: list[Row] = []
     with torch.inference_mode(), autocast(model.device, dtype):

@@ -106,7 +106,7 @@ def position_losses(
     Documents that do not fill two windows are read in shorter ones, so that the last ranges are missing. Raises
     BadInput if they do not fill two windows of the first range.
     """
-    half = len(text_stream(tokenizer, documents)) // 2 + len(text_prefix(tokenizer))
+    half = len(text_stream(documents)) // 2 + len(text_prefix(tokenizer))
     measure = measure.at_most(max(half, FIRST_END))
     ids_NT = text_windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
@@ -152,17 +152,17 @@ def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeas
         ordinary = sorted({i for i in tokenizer.get_vocab().values() if i < size} - set(tokenizer.all_special_ids))
         x_NT = np.random.default_rng(0).choice(ordinary, (measure.draws, length))
     else:
-        x_NT = text_spans(tokenizer, documents, length, measure.draws, KINDS["held_out"])
+        x_NT = text_spans(documents, length, measure.draws, KINDS["held_out"])
     return begun(tokenizer, np.concatenate([x_NT, x_NT], 1))
 
 
-def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count: int, kind: str) -> np.ndarray:
+def text_spans(documents: Sequence[Document], length: int, count: int, kind: str) -> np.ndarray:
     """`count` evenly spaced, non-overlapping spans of `length` tokens of the concatenated documents, [N,T].
 
     There are fewer if the documents are too short. kind: what error messages call the documents. Raises BadInput if
     they do not hold two spans.
     """
-    stream = text_stream(tokenizer, documents)
+    stream = text_stream(documents)
     count = min(count, len(stream) // length)
     if count < 2:
         raise BadInput(f"{kind}: {len(stream)} tokens are too few for two spans of {length}")
@@ -254,10 +254,9 @@ def window_losses(
     return torch.cat(parts)
 
 
-def text_stream(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray:
+def text_stream(documents: Sequence[Document]) -> np.ndarray:
     """The concatenated tokens of the documents, without the BOS token that each document may begin with."""
-    prefix = text_prefix(tokenizer)
-    parts = [ids_N[1:] if prefix and ids_N[:1].tolist() == prefix else ids_N for ids_N in (d.ids for d in documents)]
+    parts = [document.ids[document.has_bos :] for document in documents]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
@@ -265,7 +264,7 @@ def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMea
     """The first windows of the concatenated documents, int64 [N,T], T = `measure.window`, each with the BOS token if
     the tokenizer adds one. Raises BadInput if there are fewer than two."""
     prefix = text_prefix(tokenizer)
-    stream, size = text_stream(tokenizer, documents), measure.window - len(prefix)
+    stream, size = text_stream(documents), measure.window - len(prefix)
     windows = min(measure.windows, len(stream) // size)
     if windows < 2:
         raise BadInput(f"{KINDS[measure.source]}: {len(stream)} tokens do not fill two windows of {measure.window}")

@@ -190,7 +190,6 @@ def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
 def check_held_out(
     recipe: Recipe,
     suite: Suite,
-    tokenizer: Any,
     documents: Callable[[str], Documents],
     other: Sequence[Document] | None,
 ) -> None:
@@ -200,12 +199,12 @@ def check_held_out(
         if text in recipe.teachers:
             held_out = recipe.teachers[text].held_out_tokens
         else:
-            held_out = len(text_stream(tokenizer, documents(text).held_out))
+            held_out = len(text_stream(documents(text).held_out))
         if held_out < suite.text_tokens():
             needed = f"suite {suite.name} needs {suite.text_tokens()}"
             raise BadInput(f"data.{text}: {held_out} tokens are held out, but {needed}; hold out more")
     if other is not None:
-        tokens, needed_tokens = len(text_stream(tokenizer, other)), suite.text_tokens("other")
+        tokens, needed_tokens = len(text_stream(other)), suite.text_tokens("other")
         if tokens < needed_tokens:
             what = f"has {tokens} tokens, but suite {suite.name} needs {needed_tokens}"
             raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")

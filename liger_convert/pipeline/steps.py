@@ -212,7 +212,7 @@ class RunSteps:
             else:
                 self.documents(name)
         suite, other = self._narrowed[0], self.other_documents()
-        preflight.check_held_out(self.recipe, suite, self._tokenizer, self.documents, other)
+        preflight.check_held_out(self.recipe, suite, self.documents, other)
         self.inputs.record(data_inputs(self.recipe))
         self.preflight()
 

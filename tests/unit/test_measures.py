@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from liger_convert.eval.measures import (
     worse_than_frequencies,
 )
 from liger_convert.eval.suites import CopyMeasure, PositionMeasure, TextMeasure
+from liger_convert.io.tokenizer import text_prefix
 from liger_convert.utils.errors import BadInput
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "dtype": torch.float32, "report": lambda done, total, note="": None}
@@ -42,7 +44,8 @@ def document(ids: list[int]) -> Document:
 
 
 def documents(tokenizer: Any, *texts: str) -> list[Document]:
-    return [document(tokenizer(text)["input_ids"]) for text in texts]
+    plain = [document(tokenizer(text)["input_ids"]) for text in texts]
+    return [replace(one, has_bos=one.ids[:1].tolist() == text_prefix(tokenizer)) for one in plain]
 
 
 def with_bos(tokenizer: Any) -> Any:
