@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from liger_convert.config import recipe_errors, yaml_file
 from liger_convert.config.adapt import Adapt
@@ -24,6 +24,13 @@ from liger_convert.config.sources import AnySource, PydocSource, TeacherSource, 
 from liger_convert.config.stages import DECAYS_BASE, AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
+
+
+def _a_number(value: object) -> object:
+    """Refuses true, which Python takes for 1."""
+    if isinstance(value, bool):
+        refuse("", f"should be 1, not {str(value).lower()}")
+    return value
 
 
 class BaseOptions(Strict):
@@ -68,7 +75,7 @@ class Eval(Strict):
 class Recipe(Strict):
     """One YAML file that says what is converted, how it is trained and how it is measured."""
 
-    version: Literal[1]
+    version: Annotated[Literal[1], BeforeValidator(_a_number)]
     """Version of the recipe's format: 1."""
     name: Name
     """Name of the run and of its model: letters, digits, _, - and ."""

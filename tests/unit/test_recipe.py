@@ -1,12 +1,18 @@
+import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from liger_convert.config import recipe, recipe_errors, yaml_file
+from liger_convert.config.fields import Strict
+from liger_convert.config.recipe import Recipe
 from liger_convert.config.sources import PydocSource
 from liger_convert.config.stages import FinetuneStage
+from liger_convert.eval import suites
 from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -229,12 +235,32 @@ def test_weight_decay_is_refused_where_adapters_hold_a_part_of_the_base(asks):
         ("data.own={source: teacher, tokens: 1e6, prompt: []}", "data.own.prompt: list should have at least 1 item"),
         ("data.own={source: teacher, tokens: 1e6, prompt: A}", "data.own.prompt: should be a list"),
         ("version=2", "version: should be 1, not 2"),
+        ("version=true", "version: should be 1, not true"),
         ("mixer.window=-1", "mixer.window: should be from 0 to 100,000,000, not -1"),
         ("base_options.revision=12", "base_options.revision: should be a string, not 12"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(override, says):
     assert says in refusal(override)
+
+
+def test_true_is_no_number_in_any_field_of_a_recipe_or_a_suite() -> None:
+    def sections(section: type[Strict]) -> Iterator[type[Strict]]:
+        for inner in section.__subclasses__():
+            yield inner
+            yield from sections(inner)
+
+    fields = [
+        (section, name)
+        for section in sections(Strict)
+        for name, field in section.model_fields.items()
+        if "bool" not in str(field.annotation) and not inspect.isabstract(section)
+    ]
+    assert {(Recipe, "version"), (suites.Task, "shots")} <= set(fields)
+    for section, name in fields:
+        with pytest.raises(ValidationError) as found:
+            section.model_validate({name: True})
+        assert name in {error["loc"][0] for error in found.value.errors() if error["loc"]}, (section, name)
 
 
 @pytest.mark.parametrize(
