@@ -100,14 +100,20 @@ def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     return total
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _refuse_repeated(node: yaml.MappingNode) -> None:
     seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise _problem(f"the key {key.value!r} appears twice", key.start_mark)
+            seen.add(key.value)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise _problem("a key that is a list or a mapping; keys are plain words", key.start_mark)
-        if key.value in seen:
-            raise _problem(f"the key {key.value!r} appears twice", key.start_mark)
-        seen.add(key.value)
+    _refuse_repeated(node)
     made = loader.construct_mapping(node, deep=True)
     for key in made:
         if not isinstance(key, str):
@@ -127,6 +133,29 @@ def parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise BadInput(f"{where}: {problem(error)}") from None
+
+
+def compose(text: str, where: str) -> yaml.Node | None:
+    """YAML text as nodes, without making its values, which may have tags of another program. None if there is none.
+
+    Raises BadInput as `parse` does for what is not YAML, and for a key that appears twice.
+    """
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        waiting, seen = [] if root is None else [root], set()
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen or isinstance(node, yaml.ScalarNode):  # an alias leads to the same node again
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.MappingNode):
+                _refuse_repeated(node)
+                waiting += [part for pair in node.value for part in pair]
+            else:
+                waiting += node.value
+    except yaml.YAMLError as error:
+        raise BadInput(f"{where}: {problem(error)}") from None
+    return root
 
 
 def problem(error: yaml.YAMLError) -> str:

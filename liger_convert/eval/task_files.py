@@ -70,8 +70,41 @@ def task_managers(tasks: Sequence[Task], data_dir: Path | None, folder: Path) ->
     managers: dict[str | None, TaskManager] = {}
     for path in {task.include_path for task in tasks}:
         there = [task for task in tasks if task.include_path == path]
-        managers[path] = _manager(there, data_dir, folder) if path is None else _included(Path(path))
+        if path is None:
+            managers[path] = _manager(there, data_dir, folder)
+        else:
+            managers[path] = _included(Path(path))
+            _refuse_repeated_keys(managers[path], [task.name for task in there])
     return managers
+
+
+def _refuse_repeated_keys(manager: TaskManager, names: Collection[str]) -> None:
+    """Raises BadInput if a key appears twice in the YAML of these tasks and groups, of a group's tasks, or in what such
+    files include: lm-eval would use the last one. Files of lm-eval itself are left as they are."""
+    waiting: list[str | Path] = [*names]
+    seen = set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if isinstance(one, str):
+            if (entry := manager.task_index.get(one)) is not None:
+                waiting += [entry.yaml_path] if entry.yaml_path is not None else entry.tags
+                waiting += _texts((entry.cfg or {}).get("task"))
+        elif one.is_file() and STOCK not in one.resolve().parents:
+            root = yaml_file.compose(read_text(one, TASK_BYTES), str(one))
+            pairs = root.value if isinstance(root, yaml.MappingNode) else []
+            includes = [value for key, value in pairs if key.value == "include"]
+            files = [file for value in includes for file in (value.value if isinstance(value.value, list) else [value])]
+            waiting += [one.parent / file.value for file in files]
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts in nested lists and mappings; of a group's `task`, the names of its tasks are among them."""
+    if isinstance(value, dict | list):
+        return [text for part in (value.values() if isinstance(value, dict) else value) for text in _texts(part)]
+    return [value] if isinstance(value, str) else []
 
 
 def included_tasks(include_path: Path, wanted: Collection[str]) -> frozenset[str]:

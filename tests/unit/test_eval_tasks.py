@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from worlds import World
 
 from liger_convert.cli import main
-from liger_convert.eval import harness, suites
+from liger_convert.eval import harness, suites, task_files
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import generate, load_model
 from liger_convert.eval.harness import rehearse_tasks
@@ -336,8 +336,41 @@ def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
 
 def rewritten(folder: Path, **changes: Any) -> Suite:
     task = folder / "boxes.yaml"
-    task.write_text(task.read_text() + yaml.safe_dump(changes))
+    written = yaml.safe_load(task.read_text().replace("!function ", "")) | changes
+    task.write_text(yaml.safe_dump(written).replace("score.ask", "!function score.ask"))
     return included(folder, "boxes")
+
+
+@pytest.mark.parametrize("name", ["boxes", "derived", "group", "tag"])
+@pytest.mark.parametrize("written", ["test_split: test\n", "metadata: {num: 1, num: 2}\n"], ids=["top", "inside"])
+def test_a_key_that_appears_twice_is_refused_in_a_task_and_in_what_it_is_made_of(
+    folder: Path, name: str, written: str
+) -> None:
+    (folder / "derived.yaml").write_text("task: derived\ninclude: boxes.yaml\n")
+    (folder / "group.yaml").write_text("group: group\ntask: [{group: inner, task: [{task: derived}]}]\n")
+    (folder / "tagged.yaml").write_text("task: tagged\ntag: tag\ninclude: boxes.yaml\n")
+    suites.check_data(included(folder, "winogrande", "derived"), None, None)
+    task = folder / "boxes.yaml"
+    task.write_text(task.read_text().replace("metadata:\n  version: 1.0\n", "") + written)
+    key = "num" if "num" in written else "test_split"
+    says = rf"^{re.escape(str(task))}: line \d+: not valid YAML: the key '{key}' appears twice$"
+    with pytest.raises(BadInput, match=says):
+        suites.check_data(included(folder, name), None, None)
+    suites.check_data(included(folder, "winogrande"), None, None)  # reads none of these files
+
+
+def test_files_of_lm_eval_itself_may_say_a_key_twice(tmp_path: Path) -> None:
+    stock = task_files.STOCK / "tinyBenchmarks/tinyMMLU.yaml"
+    assert stock.read_text().count("num_fewshot") == 2
+    (tmp_path / "own.yaml").write_text(f"task: own\ninclude: {stock}\n")
+    own = suites.Task(name="own", metrics=["acc"], include_path=str(tmp_path))
+    assert "own" in task_files.task_managers([own], None, tmp_path)[str(tmp_path)].task_index
+
+
+def test_a_key_that_appears_twice_is_refused_in_a_suite(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("description: x\ntasks:\n- {name: piqa, name: boolq, metrics: [acc]}\n")
+    with pytest.raises(BadInput, match=r"s\.yaml: line 3: not valid YAML: the key 'name' appears twice$"):
+        suites.load(str(tmp_path / "s.yaml"))
 
 
 def test_an_answer_without_tokens_is_refused_before_and_while_a_model_answers(model: Any, folder: Path) -> None:
