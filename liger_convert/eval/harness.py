@@ -27,7 +27,7 @@ from liger_convert.eval import ruler
 from liger_convert.eval.generation import plain_decoding
 from liger_convert.eval.measures import Measurement, measurement, target_losses
 from liger_convert.eval.suites import Task, local_files
-from liger_convert.eval.task_files import OWN_PROBLEMS, WHERE, first_rows, local_rows, task_managers
+from liger_convert.eval.task_files import OWN_PROBLEMS, WHERE, first_rows, local_rows, no_exit, task_managers
 from liger_convert.io.files import scratch_folder
 from liger_convert.io.tokenizer import closes_texts
 from liger_convert.model.bases import context_length
@@ -165,7 +165,8 @@ def _evaluated(
                 loaded = _load(managers[task.include_path], task, data_dir)
                 # not simple_evaluate, which also collects information from git, pip and the hub for every task
                 try:
-                    results = lm_eval.evaluate(lm, loaded, limit=rows, bootstrap_iters=bootstrap, log_samples=False)
+                    with no_exit(task):
+                        results = lm_eval.evaluate(lm, loaded, limit=rows, bootstrap_iters=bootstrap, log_samples=False)
                 except (ValueError, ArithmeticError) as error:
                     if not lm.answered:
                         raise
@@ -192,7 +193,8 @@ def check_rows(tasks: Sequence[Task], data_dir: Path | None, limit: int | None) 
             managers = task_managers(new, data_dir, folder)
             for task in new:
                 for part in _load(managers[task.include_path], task, data_dir)["tasks"].values():
-                    _check_docs(task, part, limit or task.limit)
+                    with no_exit(task):
+                        _check_docs(task, part, limit or task.limit)
                 if (checked := state(task)) is not None:
                     _sound.add(checked)
 
@@ -250,7 +252,7 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     # both download nltk data on import; ifeval may do so if the hub is used
     offline = task.of_ruler or (task.name == "ifeval" and (data_dir is not None or constants.HF_HUB_OFFLINE))
     try:
-        with ruler.nothing_fetched() if offline else contextlib.nullcontext():
+        with ruler.nothing_fetched() if offline else contextlib.nullcontext(), no_exit(task):
             loaded = manager.load(task.id)
     except BadInput:
         raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
@@ -128,6 +129,16 @@ def included_tasks(include_path: Path, wanted: Collection[str]) -> frozenset[str
         if (other := found.setdefault(name, file)) != file:
             raise BadInput(f"{file}: has the name {name}, as {other} has; name them apart")
     return names
+
+
+@contextlib.contextmanager
+def no_exit(task: Task) -> Iterator[None]:
+    """Context that raises BadInput for a `sys.exit` in a task's own Python, which would end the command silently."""
+    try:
+        yield
+    except SystemExit as error:
+        what = f"its Python ends the program (sys.exit, {error.code!r}); let it raise an error or return a value"
+        raise BadInput(f"task {task.name}: {what}") from error
 
 
 def _included(include_path: Path) -> TaskManager:

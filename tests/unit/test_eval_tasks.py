@@ -390,6 +390,24 @@ def test_a_metric_that_cannot_score_the_answers_is_named_by_its_task(model: Any,
         evaluate_model(model, tiny_tokenizer(), long, data_dir=None, precision="float32")
 
 
+@pytest.mark.parametrize("where", ["import", "prompt", "score"])
+def test_python_of_a_task_that_exits_is_one_sentence(model: Any, folder: Path, where: str) -> None:
+    exits = "import sys\ndef ask(doc):\n    return 'x'\ndef size(doc, results):\n    sys.exit('none')\n"
+    exits = exits.replace("return 'x'", "sys.exit('none')") if where == "prompt" else exits
+    (folder / "score.py").write_text(exits + "sys.exit('none')\n" * (where == "import"))
+    task = (folder / "boxes.yaml").read_text()
+    (folder / "boxes.yaml").write_text(task + "process_results: !function score.size\n")
+    own = included(folder, "boxes")
+    says = r"^task boxes: its Python ends the program \(sys\.exit, 'none'\); let it raise an error or return a value$"
+    if where != "score":  # no row is scored there
+        with pytest.raises(BadInput, match=says):
+            suites.check_data(own, None, None)
+    with pytest.raises(BadInput, match=says):
+        rehearse_tasks(own.tasks, tiny_tokenizer(), data_dir=None, limit=None, positions=256, report=lambda *_: None)
+    with pytest.raises(BadInput, match=says):
+        evaluate_model(model, tiny_tokenizer(), own, data_dir=None, precision="float32")
+
+
 @pytest.mark.parametrize("command", ["eval", "diagnose"])
 @pytest.mark.parametrize(
     ("change", "says"),
