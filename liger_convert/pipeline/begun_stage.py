@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.config.recipe import Recipe
-from liger_convert.io.checksums import sha256_file
 from liger_convert.io.files import atomic_write, read_json
 from liger_convert.pipeline.manifest import first_difference
-from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs
+from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs, sha256_input
 from liger_convert.utils.errors import BadInput
 
 FILE = "begun.json"
@@ -55,13 +54,22 @@ def begun_stage(recipe: Recipe, number: int, model: Path, base: Path, out: Path 
 
 
 def other_model(out: Path, model: Path) -> str | None:
-    """A sentence if the stage in `out` was begun with other weights than those in the folder `model`; else None."""
+    """A sentence if the stage in `out` was begun with other weights than those in the folder `model`; else None.
+
+    Reads the weights up to the first file that differs.
+    """
     inputs = read_json(out / FILE).get("inputs") if (out / FILE).exists() else None
     if not isinstance(inputs, dict):
         return None
-    begun = {sha256 for name, sha256 in inputs.items() if re.fullmatch(r"model/[^/]+\.safetensors", name)}
-    if begun == {sha256_file(file) for file in model.glob("*.safetensors")}:
-        return None
+    left = [sha256 for name, sha256 in inputs.items() if re.fullmatch(r"model/[^/]+\.safetensors", name)]
+    files = [file for file in sorted(model.glob("*.safetensors")) if file.is_file()]
+    if len(files) == len(left):
+        for file in files:
+            if (found := sha256_input(file)) not in left:
+                break
+            left.remove(found)
+        else:
+            return None
     return f"{out}: was trained on other weights than those of {model}"
 
 

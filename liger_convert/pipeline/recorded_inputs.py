@@ -72,7 +72,7 @@ class InputFiles:
         cannot be read."""
         for name, file in input_files(inputs).items():
             if self._stamps.get(name) != (stamp := _stamp(file)):
-                self.recorded[name] = _sha256(file)
+                self.recorded[name] = sha256_input(file)
                 self._stamps[name] = stamp
 
     def changes(self, inputs: Mapping[str, Path]) -> list[Change]:
@@ -90,7 +90,7 @@ class InputFiles:
             if file is None:
                 found.append(Change(name, None))
             elif self._stamps.get(name) != (stamp := _stamp(file)):
-                if _sha256(file) == sha256:
+                if sha256_input(file) == sha256:
                     self._stamps[name] = stamp
                 else:
                     found.append(Change(name, file))
@@ -105,7 +105,8 @@ def _is_read(name: str) -> bool:
     return is_data_file(Path(file))
 
 
-def _sha256(file: Path) -> str:
+def sha256_input(file: Path) -> str:
+    """The file's sha256. Raises BadInput if it cannot be read."""
     try:
         return sha256_file(file)
     except OSError as error:

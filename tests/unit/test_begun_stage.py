@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hostile import check_refusal
@@ -11,6 +12,8 @@ from tiny import save_tiny_base
 from worlds import World, edited, wrote
 
 from liger_convert.cli import main
+from liger_convert.pipeline import begun_stage
+from liger_convert.utils.errors import LinearizeError
 
 
 def train(world: World, *words: str, out: str = "out") -> list[str]:
@@ -82,6 +85,47 @@ def test_merging_into_another_model_than_the_stage_was_trained_on_is_said(begun:
         assert main.main(["merge", folder, "out", "--out", f"merged-{folder}"]) == 0
         warned = "warning: out: was trained on other weights than those of twin" in capfd.readouterr().err
         assert warned == other
+
+
+def test_another_model_is_said_before_the_merge_begins(begun: World, monkeypatch, capfd) -> None:
+    assert main.main(["convert", str(begun.base), "twin", "--window", "8", "--seed", "9"]) == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise LinearizeError("the merge has begun")
+
+    monkeypatch.setattr("liger_convert.training.merge.merge_results", fail)
+    capfd.readouterr()
+    assert main.main(["merge", "twin", "out", "--out", "merged"]) == 1
+    said = capfd.readouterr().err
+    assert 0 <= said.find("warning: out: was trained on other weights") < said.find("the merge has begun")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["linearized", "base", "--out", "merged"], "base/result: is not the result of a training stage"),
+        (["linearized", "out", "--out", "base"], "base: already exists"),
+    ],
+)
+def test_what_is_refused_at_a_glance_is_refused_before_weights_are_read(
+    begun: World, words: list[str], says: str, monkeypatch, capfd
+) -> None:
+    monkeypatch.setattr(begun_stage, "sha256_input", None)
+    check_refusal(begun, lambda w: ["merge", *words], says, 2, capfd)
+
+
+def test_weights_are_read_up_to_the_first_file_that_differs(tmp_path: Path, monkeypatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(begun_stage, "sha256_input", lambda file: read.append(file.name) or file.read_text())
+    (tmp_path / "model").mkdir()
+    for name in "abc":
+        (tmp_path / f"model/{name}.safetensors").write_text(name)
+    for recorded, reads, same in (("abc", "abc", True), ("bca", "abc", True), ("axc", "ab", False), ("ab", "", False)):
+        inputs = {f"model/{i}.safetensors": sha256 for i, sha256 in enumerate(recorded)}
+        (tmp_path / begun_stage.FILE).write_text(json.dumps({"inputs": inputs}))
+        assert (begun_stage.other_model(tmp_path, tmp_path / "model") is None) == same
+        assert read == [f"{name}.safetensors" for name in reads]
+        read.clear()
 
 
 def test_what_was_learned_by_a_model_of_other_sizes_is_not_merged(begun: World, capfd) -> None:
