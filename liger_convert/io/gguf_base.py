@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import torch
 from liger_convert.io import gguf_fields, gguf_header
 from liger_convert.io.config_sizes import check_rotary, check_sizes
 from liger_convert.io.files import atomic_dir
-from liger_convert.io.gguf_parts import join, parts_of
+from liger_convert.io.gguf_header import Header
+from liger_convert.io.gguf_parts import ROTARY, join, parts_of
 from liger_convert.io.tokenizer import split_word
 from liger_convert.utils.errors import BadInput, refusing
 
@@ -36,16 +38,38 @@ def _errors(file: Path) -> Iterator[None]:
         yield
 
 
-def _config(file: Path, parts: list[Path], readers: list[Any]) -> Any:
-    """The config of the .gguf file `file`. parts: the files that it was joined from, or just `file`. readers: a
-    GGUFReader of each."""
+@contextlib.contextmanager
+def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
+    """Context with the config of the model with these checked `headers`, and a GGUFReader of its header without the
+    lists of the tokenizer. Reads no weights."""
+    from gguf import GGUFReader
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=str(file.absolute()))
-    gguf_fields.complete(config, readers, parts[0])
-    check_sizes(config.to_dict(), f"base: {parts[0]}")
-    check_rotary(config.to_dict(), f"base: {parts[0]}")
-    return config
+    first = headers[0]
+    with tempfile.TemporaryDirectory(prefix="liger-") as work:
+        file = Path(work, first.path.name)
+        join(headers, file, for_config=True)
+        config, reader = AutoConfig.from_pretrained(work, gguf_file=str(file)), GGUFReader(file)
+        if first.vocabulary is not None:
+            config.vocab_size = first.vocabulary
+        gguf_fields.complete(config, [reader], first.path)
+        check_sizes(config.to_dict(), f"base: {first.path}")
+        check_rotary(config.to_dict(), f"base: {first.path}")
+        yield config, reader
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Context in which the package gguf reads the header of a file only once. transformers asks for it several times,
+    which takes 14 seconds each for a vocabulary of 262,144 tokens."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # type: ignore[misc]
 
 
 def load_config(path: Path) -> Any:
@@ -54,14 +78,8 @@ def load_config(path: Path) -> Any:
     Raises BadInput for a file that is missing, broken or unsupported.
     """
     parts = parts_of(path)
-    with _errors(parts[0]), tempfile.TemporaryDirectory(prefix="liger-") as work:
-        gguf_header.check(parts)
-        file = path if len(parts) == 1 else Path(work, path.name)
-        if len(parts) > 1:
-            join(parts, file, with_data=False)
-        from gguf import GGUFReader
-
-        return _config(file, parts, [GGUFReader(part) for part in parts])
+    with _errors(parts[0]), _described(gguf_header.check(parts)) as (config, _):
+        return config
 
 
 def write_base(path: Path, out: Path) -> Path:
@@ -71,34 +89,30 @@ def write_base(path: Path, out: Path) -> Path:
     """
     parts = parts_of(path)
     with _errors(parts[0]):
-        gguf_header.check(parts)  # before anything is allocated based on the sizes in the header
+        headers = gguf_header.check(parts)  # before anything is allocated based on the sizes in the header
     if len(parts) == 1:
-        return _write_joined(path, parts, out)
+        return _write_joined(path, headers, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".joined-", dir=out.parent) as work:
         file = Path(work, path.name)
         with _errors(parts[0]):
-            join(parts, file)
-        return _write_joined(file, parts, out)
+            join(headers, file)
+        return _write_joined(file, headers, out)
 
 
-def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
-    """Converts the single .gguf file `file` with transformers' reader. parts: the files that it was joined from, or
-    just `file`."""
+def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
+    """Converts the single .gguf file `file` with transformers' reader. headers: of the files that it was joined from,
+    or just of `file`."""
     import transformers
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    given = parts[0]
-    with _errors(given):
-        from gguf import GGUFReader
-
-        readers = [GGUFReader(part) for part in parts]  # once: this takes seconds for a large vocabulary
-        vocabulary, tensors = readers[0].get_field("tokenizer.ggml.pre"), [t for r in readers for t in r.tensors]
-        stored = sum(int(tensor.n_elements) for tensor in tensors if not tensor.name.startswith("rope_"))
+    given, vocabulary = headers[0].path, headers[0].texts.get("tokenizer.ggml.pre")
+    with _errors(given), _described(headers) as (config, reader), _read_once():
+        stored = sum(int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith(ROTARY))
         # a bare name would be looked up in the working directory first
         options: dict[str, Any] = {"gguf_file": str(file.absolute()), "dtype": torch.float32}
-        options |= {"config": _config(file, parts, readers), "output_loading_info": True}
+        options |= {"config": config, "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True
         with refusing(f"base: {given}: a field tokenizer.ggml of its tokenizer is missing or wrong"):
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=options["gguf_file"])
@@ -119,7 +133,7 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
     if stored > (read := sum(parameter.numel() for parameter in model.parameters())):
         what = f"transformers would leave out {stored - read:,} of the {stored:,} values of its tensors"
         raise BadInput(f"base: {given}: {what}; {gguf_fields.WAY}")
-    if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
+    if vocabulary in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     # the weights are dequantized by now, but transformers still considers the model GGUF and would refuse to save it

@@ -1,5 +1,6 @@
-"""Validates the header of a .gguf file before a library reads it. The library trusts counts and lengths, so that a file
-of a hundred bytes could request a list of 2**60 items."""
+"""Validates the header of a .gguf file before a library reads it, and says where its parts are. The library trusts
+counts and lengths, so that a file of a hundred bytes could request a list of 2**60 items. For a vocabulary of 262,144
+tokens it takes seconds, where this takes a tenth of one."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import mmap
 import re
 import struct
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput
 
 MAGIC = b"GGUF"
+PREFIX_BYTES = 8  # the magic bytes and the version
 SPLIT = "split."  # prefix of the fields that number the parts of a model
 STRING, ARRAY = 8, 9
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
@@ -56,8 +59,8 @@ NAMES = {
 }
 
 
-def check(parts: list[Path]) -> None:
-    """Checks the headers of a model's `parts`, the first part first. Raises BadInput unless
+def check(parts: list[Path]) -> list[Header]:
+    """Reads and checks the headers of a model's `parts`, the first part first. Raises BadInput unless
 
     - all counts, lengths and offsets lie within their files,
     - the parts are numbered as their names say, and no tensor is in several of them,
@@ -66,17 +69,17 @@ def check(parts: list[Path]) -> None:
     """
     from gguf import GGMLQuantizationType
 
-    file, headers = parts[0], [_Header(part) for part in parts]
+    file, headers = parts[0], [Header(part) for part in parts]
     for number, header in enumerate(headers):
         count, own = header.numbers.get(f"{SPLIT}count", 1), header.numbers.get(f"{SPLIT}no", 0)
         if count != len(parts) or own != number:
             what = f"says that it is part {own + 1} of {count}, but its name says {number + 1} of {len(parts)}"
             way = "restore its original name, or join the parts (llama-gguf-split --merge)"
             raise BadInput(f"base: {header.path}: {what}; {way}")
-        for name, kind in header.tensors.items():
-            if not _is_readable(kind):
+        for name, tensor in header.tensors.items():
+            if not _is_readable(tensor.kind):
                 known = ", ".join(other.name for other in GGMLQuantizationType if _is_readable(other))
-                what = f"tensor {name} is of type {kind.name}, which the package gguf cannot dequantize"
+                what = f"tensor {name} is of type {tensor.kind.name}, which the package gguf cannot dequantize"
                 raise BadInput(f"base: {header.path}: {what}; give one of {known}")
     tensors = Counter(name for header in headers for name in header.tensors)
     if (twice := tensors.most_common(1)) and twice[0][1] > 1:
@@ -87,6 +90,7 @@ def check(parts: list[Path]) -> None:
     if "block_count" in numbers and blocks != set(range(numbers["block_count"])):
         what = f"says that it has {numbers['block_count']} layers, but has tensors for {len(blocks)}"
         raise BadInput(f"base: {file}: {what}")
+    return headers
 
 
 @functools.cache
@@ -101,67 +105,116 @@ def _is_readable(kind: Any) -> bool:
     return True
 
 
-class _Header:
-    """The header of the file `path`. tensors: their types, by name. numbers: the integer fields, by name.
+@dataclass(frozen=True)
+class Field:
+    """A field of a header. The bytes from `begin` to `end` of the file are its name, type and value. items: how many,
+    if it is a list."""
+
+    begin: int
+    end: int
+    items: int | None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file. The bytes from `begin` to `end` of the file are its name, shape and type. kind: the type.
+    offset, nbytes: of its data, from the start of all data."""
+
+    begin: int
+    end: int
+    kind: Any
+    offset: int
+    nbytes: int
+
+
+class Header:
+    """The header of the file `path`. fields, tensors: by name. numbers, texts: the values of the fields that are
+    integers and short texts, by name. data_begin: where the data of the tensors begins. order: of bytes, `<` or `>`.
 
     Raises BadInput for a header that is broken or exceeds a limit.
     """
 
     def __init__(self, path: Path):
         self.path, self.items, self.at = path, 0, 0
-        self.tensors: dict[str, Any] = {}
+        self.fields: dict[str, Field] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
+        self.texts: dict[str, str] = {}
         with open_input(path) as file:
             self.size = file.seek(0, 2)
             if not self.size:
                 raise self._broken("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.data:
-                ends = self._entries()
-        alignment = self.numbers.get("general.alignment", 32)
-        if alignment <= 0 or alignment & (alignment - 1):
-            raise self._broken(f"general.alignment is {alignment}, which is not a power of two")
-        begin = self.at + -self.at % alignment
-        if ends and begin + max(ends) > self.size:
-            raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
+                self._entries()
+        if self.alignment <= 0 or self.alignment & (self.alignment - 1):
+            raise self._broken(f"general.alignment is {self.alignment}, which is not a power of two")
+        self.data_begin = self.at + -self.at % self.alignment
+        end = self.data_begin + max((tensor.offset + tensor.nbytes for tensor in self.tensors.values()), default=0)
+        if self.tensors and end > self.size:
+            raise self._broken(f"its tensors would end at byte {end:,}, but it has {self.size:,}")
 
-    def _entries(self) -> list[int]:
-        """Reads the whole header. Returns the end offset of each tensor's data, relative to the start of the data."""
+    @property
+    def alignment(self) -> int:
+        return self.numbers.get("general.alignment", 32)
+
+    @property
+    def architecture(self) -> str:
+        return self.texts.get("general.architecture", "")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens the model has, if the header says so."""
+        if (said := self.numbers.get(f"{self.architecture}.vocab_size")) is not None:
+            return said
+        tokens = self.fields.get("tokenizer.ggml.tokens")
+        return tokens.items if tokens is not None else None
+
+    def _entries(self) -> None:
         if self._take(4) != MAGIC:
             raise self._broken("it does not begin like a .gguf file")
         self.order = ">" if self._take(4)[:2] == b"\0\0" else "<"
         tensors, fields = self._number("Q"), self._number("Q")
         for _ in range(self._count(fields, 12, "fields")):
+            begin = self.at
             key = self._string("a field's name")
-            value = self._value(self._number("I"), key, 0)
-            if value is not None:
+            kind, value = self._number("I"), None
+            items = self._array(key, 0) if kind == ARRAY else None
+            if kind != ARRAY:
+                value = self._value(kind, key, 0)
+            if isinstance(value, str):
+                self.texts[key] = value
+            elif value is not None:
                 self.numbers[key] = value
+            self.fields[key] = Field(begin, self.at, items)
         if self._count(tensors, 24, "tensors") > TENSORS:
             raise self._broken(f"it has more than {TENSORS:,} tensors")
-        return [self._tensor() for _ in range(tensors)]
+        for _ in range(tensors):
+            self._tensor()
 
-    def _tensor(self) -> int:
-        """Reads one tensor's entry. Returns the end offset of its data, relative to the start of the data."""
+    def _tensor(self) -> None:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name = self._string("a tensor's name")
+        begin, name = self.at, self._string("a tensor's name")
         if not name or name in self.tensors:
             raise self._broken(f"it has the tensor {name!r} twice" if name else "it has a tensor without a name")
         axes = self._number("I")
         if axes > 8:
             raise self._broken(f"tensor {name} has {axes:,} axes")
         elements = math.prod([self._number("Q") for _ in range(axes)])
-        kind, offset = self._number("I"), self._number("Q")
+        kind, end, offset = self._number("I"), self.at, self._number("Q")
         if kind not in set(GGMLQuantizationType):
             raise self._broken(f"tensor {name} has the unknown type {kind}")
-        self.tensors[name] = GGMLQuantizationType(kind)
         block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        return offset + -(-elements // block) * nbytes
+        self.tensors[name] = Tensor(begin, end, GGMLQuantizationType(kind), offset, -(-elements // block) * nbytes)
 
-    def _value(self, kind: int, key: str, depth: int) -> int | None:
-        """Reads one value of the field `key`. Returns it if it is an integer, else None."""
+    def _value(self, kind: int, key: str, depth: int) -> int | str | None:
+        """Reads one value of the field `key`. Returns it if it is an integer or a short text, else None."""
         if kind == STRING:
-            self._skip(self._number("Q"), key)
-            return None
+            length = self._number("Q")
+            if depth or length > NAME_BYTES:
+                self._skip(length, key)
+                return None
+            return self._take(length).decode("utf-8", "replace")
         if kind == ARRAY:
             self._array(key, depth)
             return None
@@ -172,7 +225,8 @@ class _Header:
             return None
         return int.from_bytes(data, "little" if self.order == "<" else "big", signed=WHOLE[kind])
 
-    def _array(self, key: str, depth: int) -> None:
+    def _array(self, key: str, depth: int) -> int:
+        """Reads a list. Returns how many items it has."""
         if depth == DEPTH:
             raise self._broken(f"field {key} has arrays inside arrays")
         kind, count = self._number("I"), self._number("Q")
@@ -182,9 +236,10 @@ class _Header:
             raise self._broken(f"its lists have more than {ITEMS:,} items")
         if kind in SCALARS:
             self._skip(count * smallest, key)
-            return
+            return count
         for _ in range(count):
             self._value(kind, key, depth + 1)
+        return count
 
     def _count(self, count: int, smallest: int, what: str) -> int:
         left = self.size - self.at

@@ -1,18 +1,24 @@
 """A .gguf model that llama.cpp has split into parts: PREFIX-00001-of-00003.gguf and so on.
 
 Each part has its own header and some of the tensors; the first one has all other fields. The libraries read only single
-files, so the parts are joined into one.
+files, so the parts are joined into one. For its config, any file is copied without what makes the libraries slow.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 from liger_convert.io import gguf_header
+from liger_convert.io.files import disk_errors
+from liger_convert.io.gguf_header import Field, Header
+from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput
 
 NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
+CHUNK = 1 << 24  # bytes copied at a time
+ROTARY = "rope_"  # how the names of tensors begin that scale the rotary embedding
 MOST = 1000  # maximum number of parts; the largest published models have a few dozen
 
 
@@ -33,38 +39,52 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
-def join(parts: list[Path], out: Path, *, with_data: bool = True) -> None:
-    """Joins `parts`, whose headers have been checked, into the file `out`.
+def join(headers: list[Header], out: Path, *, for_config: bool = False) -> None:
+    """Joins the parts with these checked `headers`, the first part first, into the file `out`.
 
-    with_data: False leaves a hole in place of the tensors, if only the header will be read.
+    for_config: writes only what a config is made of. The lists of the tokenizer are left out, because the libraries
+    take seconds for a large vocabulary, and all tensors but those of the rotary embedding share one hole. Raises
+    BadInput for a part that has shrunk since its header was read.
     """
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+    first, alignment = headers[0], headers[0].alignment
+    tensors = [(header, name, tensor) for header in headers for name, tensor in header.tensors.items()]
+    fields = [
+        field
+        for name, field in first.fields.items()
+        if not name.startswith(gguf_header.SPLIT) and not (for_config and _is_tokenizers(name, field))
+    ]
+    left_out = {name for _, name, _ in tensors if for_config and not name.startswith(ROTARY)}
+    hole = max((tensor.nbytes for _, name, tensor in tensors if name in left_out), default=0)
+    end = hole + -hole % alignment
+    with disk_errors(out), open(out, "wb") as joined:
 
-    readers = [GGUFReader(part) for part in parts]
-    first = readers[0]
-    writer = GGUFWriter(out, first.fields["general.architecture"].contents(), endianess=first.endianess)
-    try:
-        for field in first.fields.values():
-            if field.name == "general.architecture" or field.name.startswith(("GGUF.", gguf_header.SPLIT)):
-                continue
-            kind = field.types[0]
-            writer.add_key_value(
-                field.name, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None
-            )
-        tensors = [tensor for reader in readers for tensor in reader.tensors]
-        for tensor in tensors:
-            data = tensor.data
-            writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        if with_data:
-            for tensor in tensors:
-                writer.write_tensor_data(tensor.data, tensor_endianess=first.endianess)
-    finally:
-        writer.close()
-    if not with_data:
-        size = sum(tensor.data.nbytes + -tensor.data.nbytes % writer.data_alignment for tensor in tensors)
-        with open(out, "r+b") as file:
-            end = file.seek(0, 2)
-            file.truncate(end + -end % writer.data_alignment + size)
+        def copy(path: Path, begin: int, count: int) -> None:
+            with open_input(path) as file:  # each time: a process can have a thousand files open, or fewer
+                file.seek(begin)
+                while count:
+                    if not (data := file.read(min(count, CHUNK))):
+                        raise BadInput(f"base: {path}: has become shorter while it was read; download it again")
+                    count -= joined.write(data)
+
+        copy(first.path, 0, gguf_header.PREFIX_BYTES)
+        joined.write(struct.pack(f"{first.order}QQ", len(tensors), len(fields)))
+        for field in fields:
+            copy(first.path, field.begin, field.end - field.begin)
+        offsets = {}
+        for header, name, tensor in tensors:
+            offsets[name] = 0 if name in left_out else end
+            copy(header.path, tensor.begin, tensor.end - tensor.begin)
+            joined.write(struct.pack(f"{first.order}Q", offsets[name]))
+            if name not in left_out:
+                end += tensor.nbytes + -tensor.nbytes % alignment
+        begin = joined.tell() + -joined.tell() % alignment
+        for header, name, tensor in tensors:
+            if name not in left_out:
+                joined.seek(begin + offsets[name])
+                copy(header.path, header.data_begin + tensor.offset, tensor.nbytes)
+        joined.truncate(begin + end)
+
+
+def _is_tokenizers(name: str, field: Field) -> bool:
+    """Whether a field is a list of the tokenizer, such as its tokens."""
+    return field.items is not None and name.startswith("tokenizer.")

@@ -17,9 +17,9 @@ from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_convert.io import gguf_fields
+from liger_convert.io import gguf_fields, gguf_header
 from liger_convert.io.checkpoint import base_config, load_tokenizer, resolve_base
-from liger_convert.io.gguf_parts import parts_of
+from liger_convert.io.gguf_parts import join, parts_of
 from liger_convert.pipeline.recorded_inputs import parts_by_field
 from liger_convert.utils.errors import BadInput
 
@@ -118,6 +118,50 @@ def test_every_type_is_read_or_refused_before_any_work(wide: Any, kind: Kind, tm
     expected = torch.from_numpy(gguf.dequantize(stored[SAMPLE], kind).copy())
     assert made[SAMPLE].dtype == torch.float32
     assert torch.equal(made[SAMPLE], expected)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_library_reads_the_tokens_once_and_not_at_all_for_a_config(
+    model: Any, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "m.gguf", model, parts=parts)
+    source = str(tmp_path / ("m.gguf" if parts == 1 else "m-00001-of-00002.gguf"))
+    read: list[bool] = []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            read.append("tokenizer.ggml.tokens" in self.fields)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    base_config(source)
+    assert True not in read
+    resolve_base(source, tmp_path / "work")
+    assert read.count(True) <= 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"starcoder2.vocab_size": 7}])
+def test_a_config_has_as_many_tokens_as_the_header(fields: dict[str, int], tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "starcoder2")  # of which transformers does not read vocab_size
+    writer.add_block_count(1)
+    writer.add_token_list([f"t{i}" for i in range(9)])
+    for name, value in fields.items():
+        writer.add_uint32(name, value)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert base_config(str(tmp_path / "m.gguf")).vocab_size == fields.get("starcoder2.vocab_size", 9)
+
+
+def test_a_part_that_shrinks_while_it_is_read_is_refused(model: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", model, parts=2)
+    headers = gguf_header.check(parts_of(tmp_path / "m-00001-of-00002.gguf"))
+    with open(headers[1].path, "r+b") as file:
+        file.truncate(headers[1].data_begin + 8)
+    with pytest.raises(BadInput, match=r"m-00002-of-00002\.gguf: has become shorter while it was read"):
+        join(headers, tmp_path / "joined.gguf")
 
 
 # --- what the library's reader leaves out
