@@ -177,6 +177,8 @@ class Header:
         for _ in range(self._count(fields, 12, "fields")):
             begin = self.at
             key = self._string("a field's name")
+            if key in self.fields:
+                raise self._broken(f"it has the field {key!r} twice")
             kind, value = self._number("I"), None
             items = self._array(key, 0) if kind == ARRAY else None
             if kind != ARRAY:

@@ -343,6 +343,7 @@ GGUFS = [
         gguf(KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(200), counts=(0, 1)),
     ),
     case("a type that there is not", "has the unknown type 77", gguf(KEY + struct.pack("<I", 77), counts=(0, 1))),
+    case("a field twice", "it has the field 'key' twice", gguf((KEY + struct.pack("<II", 4, 1)) * 2, counts=(0, 2))),
     case("cut off", "is cut off", gguf(KEY + b"\4", counts=(0, 1))),
     case(
         "a tensor beyond the file",
