@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from liger_convert.io import gguf_fields, gguf_header
@@ -100,6 +101,18 @@ def write_base(path: Path, out: Path) -> Path:
         return _write_joined(file, headers, out)
 
 
+def _not_finite(headers: list[Header]) -> str:
+    """The file and name of the first tensor that holds NaN or infinity."""
+    from gguf import GGUFReader, dequantize
+
+    with np.errstate(all="ignore"):
+        for header in headers:
+            for tensor in GGUFReader(header.path).tensors:
+                if not np.isfinite(dequantize(tensor.data, tensor.tensor_type)).all():
+                    return f"{header.path}: tensor {tensor.name}"
+    return f"{headers[0].path}: a tensor"
+
+
 def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
     """Converts the single .gguf file `file` with transformers' reader. headers: of the files that it was joined from,
     or just of `file`."""
@@ -133,6 +146,8 @@ def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
     if stored > (read := sum(parameter.numel() for parameter in model.parameters())):
         what = f"transformers would leave out {stored - read:,} of the {stored:,} values of its tensors"
         raise BadInput(f"base: {given}: {what}; {gguf_fields.WAY}")
+    if not all(torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in model.state_dict().values()):
+        raise BadInput(f"base: {_not_finite(headers)} contains NaN or infinity; the file is damaged")
     if vocabulary in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)

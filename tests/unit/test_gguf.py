@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One whose rows are as long as a block of the types with the longest."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
     return AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path_factory.mktemp("wide"), **sizes))
+
+
+@contextlib.contextmanager
+def edited(weight: torch.nn.Parameter) -> Iterator[torch.Tensor]:
+    """Lets the block change a weight, which is restored afterwards."""
+    before = weight.detach().clone()
+    try:
+        yield weight.data
+    finally:
+        weight.data.copy_(before)
 
 
 @pytest.mark.parametrize("named", [1, 3])
@@ -322,6 +334,23 @@ def test_what_the_reader_leaves_at_a_default_is_read(
     write_gguf(tmp_path / "model.gguf", model, fields=fields)
     made = AutoModelForCausalLM.from_pretrained(resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")).eval()
     torch.testing.assert_close(logits(made), logits(model))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", [None, Kind.Q8_0])
+def test_a_weight_that_is_not_finite_is_named_by_its_file_and_tensor(
+    wide: Any, value: float, parts: int, kind: Kind | None, tmp_path: Path
+) -> None:
+    with edited(wide.get_parameter(SAMPLE)) as weight, np.errstate(all="ignore"):
+        weight[1, 2] = value
+        write_gguf(tmp_path / "m.gguf", wide, parts=parts, kind=kind)
+    files = sorted(tmp_path.glob("*.gguf"))
+    (damaged,) = [file for file in files if "blk.0.ffn_down.weight" in gguf_header.Header(file).tensors]
+    says = rf"^base: {damaged}: tensor blk\.0\.ffn_down\.weight contains NaN or infinity; the file is damaged$"
+    with pytest.raises(BadInput, match=says):
+        resolve_base(str(files[0]), tmp_path / "work")
+    assert not list(tmp_path.glob("work/*"))
 
 
 def test_tensors_that_the_reader_would_leave_out_are_refused(model: Any, tmp_path: Path) -> None:
