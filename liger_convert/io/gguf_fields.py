@@ -29,6 +29,15 @@ COPIED = {
 }
 BIASES = {"attn_q.bias": "attention_bias", "ffn_up.bias": "mlp_bias"}
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+# fields that change a rotary embedding in ways which no config can express, and the values that change nothing
+WITHOUT_EFFECT = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.alpha": 1.0,
+}
+MIXED_IN = "rope.scaling.yarn_ext_factor"  # how much of YaRN: all of it with that type of scaling, and none with others
 WAY = "give the safetensors folder that it was made from"
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -86,8 +95,13 @@ def _rotary(
             found["original_max_position_embeddings"] = fields.get(
                 "rope.scaling.original_context_length", config.max_position_embeddings
             )
+            found |= {name: fields[field] for field, name in BETAS.items() if field in fields}
     elif kind not in (None, "none"):
         raise BadInput(f"base: {given}: its rotary embedding is scaled by {kind!r}, which is not supported; {WAY}")
+    for name, neutral in (WITHOUT_EFFECT | {MIXED_IN: 1.0 if kind == "yarn" else 0.0}).items():
+        said = fields.get(name, neutral)
+        if said != neutral and not (name == MIXED_IN and said < 0):  # below 0 means that it is not given
+            raise BadInput(f"base: {given}: {name} is {said}, which is not supported; {WAY}")
     for name, values in tensors.items():
         told = found.get("rope_theta", before.get("rope_theta"))
         if name != "rope_freqs.weight" or told is None or (scaled := _llama_3(values, told)) is None:

@@ -211,12 +211,26 @@ def factors_of(model: Any) -> np.ndarray:
             },
         ),
         (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+            | {"beta_fast": 6.0, "beta_slow": 0.25},
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 64.0,
+                "llama.rope.scaling.yarn_beta_fast": 6.0,
+                "llama.rope.scaling.yarn_beta_slow": 0.25,
+                "llama.rope.scaling.yarn_ext_factor": 1.0,
+                "llama.rope.scaling.yarn_attn_factor": 1.0,
+                "llama.rope.scaling.yarn_log_multiplier": 0.0,
+            },
+        ),
+        (
             {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             | {"original_max_position_embeddings": 8192},
             {},
         ),
     ],
-    ids=["linear", "yarn", "llama3"],
+    ids=["linear", "yarn", "yarn-betas", "llama3"],
 )
 def test_the_scaling_of_a_rotary_is_read(scaling: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
     changes = rotary(rope_theta=5e5, **scaling) | {"head_dim": 64}
@@ -244,6 +258,21 @@ def test_the_scaling_of_a_rotary_is_read(scaling: dict[str, Any], fields: dict[s
             {},
             np.array([1, 2, 3, 5], np.float32),
             r"rope_freqs\.weight scales its rotary embedding in an unsupported way",
+        ),
+        *(
+            (
+                {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0, f"llama.{name}": value},
+                None,
+                rf"{name} is {value}, which is not supported",
+            )
+            for kind, name, value in [
+                ("yarn", "rope.scaling.yarn_attn_factor", 0.5),
+                ("yarn", "rope.scaling.attn_factor", 1.25),
+                ("yarn", "rope.scaling.yarn_log_multiplier", 1.0),
+                ("yarn", "rope.scaling.yarn_ext_factor", 0.5),
+                ("linear", "rope.scaling.yarn_ext_factor", 1.0),
+                ("linear", "rope.scaling.alpha", 2.0),
+            ]
         ),
     ],
 )
