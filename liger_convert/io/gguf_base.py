@@ -21,6 +21,7 @@ from liger_convert.io.gguf_parts import ROTARY, join, parts_of
 from liger_convert.io.tokenizer import split_word
 from liger_convert.utils.errors import BadInput, refusing
 
+EXPERTS = ("num_experts", "num_local_experts")  # one of these is in the config of a model with experts
 # llama.cpp's names of pre-tokenizers that isolate digits before GPT-2's split. transformers uses only the plain split.
 SINGLE_DIGIT_VOCABULARIES = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
@@ -39,18 +40,35 @@ def _errors(file: Path) -> Iterator[None]:
         yield
 
 
+def _not_read(header: Header, which: str = "") -> BadInput:
+    from transformers import __version__
+
+    what = f"transformers {__version__} cannot read the architecture {header.architecture!r} {which}from a .gguf file"
+    return BadInput(f"base: {header.path}: {what}; {gguf_fields.WAY}")
+
+
 @contextlib.contextmanager
 def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
     """Context with the config of the model with these checked `headers`, and a GGUFReader of its header without the
     lists of the tokenizer. Reads no weights."""
-    from gguf import GGUFReader
+    from gguf import MODEL_ARCH_NAMES, GGUFReader
     from transformers import AutoConfig
 
     first = headers[0]
     with tempfile.TemporaryDirectory(prefix="liger-") as work:
         file = Path(work, first.path.name)
         join(headers, file, for_config=True)
-        config, reader = AutoConfig.from_pretrained(work, gguf_file=str(file)), GGUFReader(file)
+        if first.architecture and first.architecture not in MODEL_ARCH_NAMES.values():
+            raise _not_read(first)
+        try:
+            config = AutoConfig.from_pretrained(work, gguf_file=str(file))
+        except ValueError as error:
+            if "architecture" not in str(error):
+                raise
+            raise _not_read(first) from error
+        if first.numbers.get(f"{first.architecture}.expert_count") and not any(hasattr(config, n) for n in EXPERTS):
+            raise _not_read(first, "with experts, as of Mixtral, ")
+        reader = GGUFReader(file)
         if first.vocabulary is not None:
             config.vocab_size = first.vocabulary
         gguf_fields.complete(config, [reader], first.path)

@@ -51,7 +51,7 @@ def join(headers: list[Header], out: Path, *, for_config: bool = False) -> None:
     fields = [
         field
         for name, field in first.fields.items()
-        if not name.startswith(gguf_header.SPLIT) and not (for_config and _is_tokenizers(name, field))
+        if not name.startswith(gguf_header.SPLIT) and not (for_config and _hinders(name, field, first))
     ]
     left_out = {name for _, name, _ in tensors if for_config and not name.startswith(ROTARY)}
     hole = max((tensor.nbytes for _, name, tensor in tensors if name in left_out), default=0)
@@ -85,6 +85,8 @@ def join(headers: list[Header], out: Path, *, for_config: bool = False) -> None:
         joined.truncate(begin + end)
 
 
-def _is_tokenizers(name: str, field: Field) -> bool:
-    """Whether a field is a list of the tokenizer, such as its tokens."""
-    return field.items is not None and name.startswith("tokenizer.")
+def _hinders(name: str, field: Field, header: Header) -> bool:
+    """Whether a field makes the libraries slow, as the lists of the tokenizer do, or transformers fail: to it, a llama
+    with the name mistral is of an architecture that the package gguf does not know."""
+    is_misleading = name == "general.name" and header.texts.get(name) == "mistral"
+    return is_misleading or (field.items is not None and name.startswith("tokenizer."))

@@ -25,13 +25,14 @@ def write_gguf(
     fields: dict[str, int | float | str] | None = None,
     factors: np.ndarray | None = None,
     words: tuple[str, ...] = (),
+    architecture: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Writes `model`, a tiny llama, qwen3 or phi3: under its own names, a llama's rows of q and k in pairs for rotary.
 
     without: the name of a tensor that is left out. kind: what matrices are stored as; None: as they are. parts: into
     how many files, named after `path`. fields: more numbers and words of the header. factors: what the rotary's
-    frequencies are divided by. words: more tokens, of which no merge makes one. Returns the bytes of the matrices by
-    the model's names.
+    frequencies are divided by. words: more tokens, of which no merge makes one. architecture: what the header calls
+    it, if not by the family. Returns the bytes of the matrices by the model's names.
     """
     every: Any = model.config
     family = every.model_type
@@ -48,7 +49,7 @@ def write_gguf(
             tensors.append((names.get_name(name, (".weight", ".bias")), data, own))
     for number in range(parts):
         file = path if parts == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf")
-        writer = gguf.GGUFWriter(file, family)
+        writer = gguf.GGUFWriter(file, architecture or family)
         if number == 0:
             _write_fields(writer, every, vocabulary, words)
             for name, value in (fields or {}).items():

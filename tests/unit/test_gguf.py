@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -174,6 +175,43 @@ def test_a_part_that_shrinks_while_it_is_read_is_refused(model: Any, tmp_path: P
         file.truncate(headers[1].data_begin + 8)
     with pytest.raises(BadInput, match=r"m-00002-of-00002\.gguf: has become shorter while it was read"):
         join(headers, tmp_path / "joined.gguf")
+
+
+def test_a_llama_that_is_called_mistral_is_a_llama(model: Any, tmp_path: Path) -> None:
+    for name in ("other", "mistral"):
+        write_gguf(tmp_path / f"{name}.gguf", model, fields={"general.name": name})
+        resolve_base(str(tmp_path / f"{name}.gguf"), tmp_path / name)
+    assert base_config(str(tmp_path / "mistral.gguf")).model_type == "llama"
+    for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "mistral/base" / file).read_bytes() == (tmp_path / "other/base" / file).read_bytes()
+
+
+def mixtral(model: Any) -> Any:
+    """What llama.cpp makes of a Mixtral: a llama whose layers have experts."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".mlp." not in name}
+    for i in range(model.config.num_hidden_layers):
+        moe = f"model.layers.{i}.block_sparse_moe"
+        state |= {f"{moe}.gate.weight": torch.ones(4, 32)}
+        state |= {f"{moe}.experts.w{n}.weight": torch.ones(4, *((32, 48) if n == 2 else (48, 32))) for n in (1, 2, 3)}
+    return SimpleNamespace(config=model.config, state_dict=lambda: state)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "mistral3", "mixtral", "llama"])
+def test_an_architecture_that_transformers_cannot_read_is_one_sentence(
+    model: Any, architecture: str, tmp_path: Path
+) -> None:
+    experts = {"llama.expert_count": 4, "llama.expert_used_count": 2} if architecture == "llama" else None
+    made = mixtral(model) if experts else model
+    write_gguf(tmp_path / "m.gguf", made, architecture=architecture, fields=experts)
+    which = "with experts, as of Mixtral, " if experts else ""
+    says = (
+        rf"^base: \S+/m\.gguf: transformers {transformers.__version__} cannot read the architecture '{architecture}' "
+        rf"{which}from a \.gguf file; give the safetensors folder that it was made from$"
+    )
+    for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
+        with pytest.raises(BadInput, match=says):
+            use(str(tmp_path / "m.gguf"))
+    assert not (tmp_path / "work").exists()
 
 
 # --- what the library's reader leaves out
