@@ -49,19 +49,23 @@ def _not_read(header: Header, which: str = "") -> BadInput:
 
 @contextlib.contextmanager
 def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
-    """Context with the config of the model with these checked `headers`, and a GGUFReader of its header without the
-    lists of the tokenizer. Reads no weights."""
+    """Context with the config of the model with these checked `headers`, and a GGUFReader of its header, mostly without
+    the lists of the tokenizer. Reads no weights."""
     from gguf import MODEL_ARCH_NAMES, GGUFReader
     from transformers import AutoConfig
 
     first = headers[0]
     with tempfile.TemporaryDirectory(prefix="liger-") as work:
         file = Path(work, first.path.name)
-        join(headers, file, for_config=True)
         if first.architecture and first.architecture not in MODEL_ARCH_NAMES.values():
             raise _not_read(first)
         try:
-            config = AutoConfig.from_pretrained(work, gguf_file=str(file))
+            join(headers, file, for_config=True, with_lists=False)
+            try:
+                config = AutoConfig.from_pretrained(work, gguf_file=str(file))
+            except KeyError:  # the configs of some architectures need the number of tokens
+                join(headers, file, for_config=True)
+                config = AutoConfig.from_pretrained(work, gguf_file=str(file))
         except ValueError as error:
             if "architecture" not in str(error):
                 raise

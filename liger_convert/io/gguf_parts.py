@@ -12,13 +12,15 @@ from pathlib import Path
 
 from liger_convert.io import gguf_header
 from liger_convert.io.files import disk_errors
-from liger_convert.io.gguf_header import Field, Header
+from liger_convert.io.gguf_header import Header
 from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput
 
 NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
 CHUNK = 1 << 24  # bytes copied at a time
 ROTARY = "rope_"  # how the names of tensors begin that scale the rotary embedding
+# A llama with this name is of another architecture to transformers, which the package gguf does not know.
+MISLEADING = "mistral"
 MOST = 1000  # maximum number of parts; the largest published models have a few dozen
 
 
@@ -39,19 +41,21 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
-def join(headers: list[Header], out: Path, *, for_config: bool = False) -> None:
+def join(headers: list[Header], out: Path, *, for_config: bool = False, with_lists: bool = True) -> None:
     """Joins the parts with these checked `headers`, the first part first, into the file `out`.
 
-    for_config: writes only what a config is made of. The lists of the tokenizer are left out, because the libraries
-    take seconds for a large vocabulary, and all tensors but those of the rotary embedding share one hole. Raises
-    BadInput for a part that has shrunk since its header was read.
+    for_config: writes what a config is made of; all tensors but those of the rotary embedding share one hole.
+    with_lists: False leaves out the lists of the tokenizer, for which the libraries take seconds if its vocabulary is
+    large. Raises BadInput for a part that has shrunk since its header was read.
     """
     first, alignment = headers[0], headers[0].alignment
     tensors = [(header, name, tensor) for header in headers for name, tensor in header.tensors.items()]
     fields = [
         field
         for name, field in first.fields.items()
-        if not name.startswith(gguf_header.SPLIT) and not (for_config and _hinders(name, field, first))
+        if not name.startswith(gguf_header.SPLIT)
+        and (with_lists or field.items is None or not name.startswith("tokenizer."))
+        and not (for_config and name == "general.name" and first.texts.get(name) == MISLEADING)
     ]
     left_out = {name for _, name, _ in tensors if for_config and not name.startswith(ROTARY)}
     hole = max((tensor.nbytes for _, name, tensor in tensors if name in left_out), default=0)
@@ -83,10 +87,3 @@ def join(headers: list[Header], out: Path, *, for_config: bool = False) -> None:
                 joined.seek(begin + offsets[name])
                 copy(header.path, header.data_begin + tensor.offset, tensor.nbytes)
         joined.truncate(begin + end)
-
-
-def _hinders(name: str, field: Field, header: Header) -> bool:
-    """Whether a field makes the libraries slow, as the lists of the tokenizer do, or transformers fail: to it, a llama
-    with the name mistral is of an architecture that the package gguf does not know."""
-    is_misleading = name == "general.name" and header.texts.get(name) == "mistral"
-    return is_misleading or (field.items is not None and name.startswith("tokenizer."))

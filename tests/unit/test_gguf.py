@@ -168,6 +168,23 @@ def test_a_config_has_as_many_tokens_as_the_header(fields: dict[str, int], tmp_p
     assert base_config(str(tmp_path / "m.gguf")).vocab_size == fields.get("starcoder2.vocab_size", 9)
 
 
+def test_a_config_that_is_made_of_the_number_of_tokens_is_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "lfm2")  # as transformers 5.23 reads this architecture
+    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+    for name, value in {**dict.fromkeys(sizes, 1), "context_length": 64, "shortconv.l_cache": 3}.items():
+        writer.add_uint32(f"lfm2.{name}", value)
+    writer.add_array("lfm2.attention.head_count_kv", [1])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_token_list([f"t{i}" for i in range(9)])
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert base_config(str(tmp_path / "m.gguf")).vocab_size == 9
+
+
 def test_a_part_that_shrinks_while_it_is_read_is_refused(model: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", model, parts=2)
     headers = gguf_header.check(parts_of(tmp_path / "m-00001-of-00002.gguf"))
