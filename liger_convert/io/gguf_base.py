@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from liger_convert.io import gguf_fields, gguf_header
 from liger_convert.io.config_sizes import check_rotary, check_sizes
 from liger_convert.io.files import atomic_dir
 from liger_convert.io.gguf_header import Header
-from liger_convert.io.gguf_parts import ROTARY, join, parts_of
+from liger_convert.io.gguf_parts import NAME, ROTARY, join, parts_of
 from liger_convert.io.tokenizer import split_word
 from liger_convert.utils.errors import BadInput, refusing
 
@@ -82,17 +81,44 @@ def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def _read_once() -> Iterator[None]:
-    """Context in which the package gguf reads the header of a file only once. transformers asks for it several times,
-    which takes 14 seconds each for a vocabulary of 262,144 tokens."""
+def _serving(reader: Any) -> Iterator[None]:
+    """Context in which the package gguf gives `reader` for any file that transformers asks it for. It asks several
+    times, and the package takes many seconds for the lists of a large vocabulary."""
     import gguf
 
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = functools.cache(reader)  # type: ignore[misc, assignment]
+    given = gguf.GGUFReader
+    gguf.GGUFReader = lambda *_, **__: reader  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        gguf.GGUFReader = reader  # type: ignore[misc]
+        gguf.GGUFReader = given  # type: ignore[misc]
+
+
+def _tokenizer(file: Path, reader: Any) -> Any:
+    """The tokenizer of a .gguf file. reader: a GGUFReader of its header without the lists of the tokenizer."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    def read(reader: Any) -> Any:
+        with _serving(reader):
+            return AutoTokenizer.from_pretrained(file.parent, gguf_file=str(file.absolute()))
+
+    try:
+        return read(reader)  # transformers reads the lists itself
+    except Exception:  # or, up to 5.17, has the package gguf do so
+        whole = GGUFReader(file)
+        for name in [name for name in whole.fields if name == NAME and name not in reader.fields]:
+            del whole.fields[name]
+        return read(whole)
+
+
+def _stored(tensor: Any, headers: list[Header]) -> Any:
+    """A GGUFReader's tensor with the data that is stored in the part that has it. Nothing is read yet."""
+    header = next(header for header in headers if tensor.name in header.tensors)
+    entry = header.tensors[tensor.name]
+    begin = header.data_begin + entry.offset
+    data = np.memmap(header.path, mode="r")[begin : begin + entry.nbytes]
+    return tensor._replace(data=data.view(tensor.data.dtype).reshape(tensor.data.shape))
 
 
 def load_config(path: Path) -> Any:
@@ -140,22 +166,24 @@ def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
     or just of `file`."""
     import transformers
     from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     given, vocabulary = headers[0].path, headers[0].texts.get("tokenizer.ggml.pre")
-    with _errors(given), _described(headers) as (config, reader), _read_once():
+    with _errors(given), _described(headers) as (config, reader):
         stored = sum(int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith(ROTARY))
         # a bare name would be looked up in the working directory first
         options: dict[str, Any] = {"gguf_file": str(file.absolute()), "dtype": torch.float32}
         options |= {"config": config, "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True
         with refusing(f"base: {given}: a field tokenizer.ggml of its tokenizer is missing or wrong"):
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=options["gguf_file"])
+            tokenizer = _tokenizer(file, reader)
         if (word := split_word(tokenizer)) is not None:  # as of Gemma's files in 5.17
             version = f"transformers {transformers.__version__}"
             what = f"makes a tokenizer that splits words of its vocabulary, such as {word!r}"
             raise BadInput(f"base: {given}: {version} {what}; install a newer one, or give the model's own folder")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+        reader.tensors = [_stored(tensor, headers) for tensor in reader.tensors]
+        with _serving(reader):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     model, report = loaded
     # transformers only warns about tensors that are missing or of the wrong shape, and initializes them randomly
     if missing := sorted(report["missing_keys"]):

@@ -16,9 +16,10 @@ from liger_convert.io.gguf_header import Header
 from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput
 
-NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
+PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
 CHUNK = 1 << 24  # bytes copied at a time
 ROTARY = "rope_"  # how the names of tensors begin that scale the rotary embedding
+NAME = "general.name"
 # A llama with this name is of another architecture to transformers, which the package gguf does not know.
 MISLEADING = "mistral"
 MOST = 1000  # maximum number of parts; the largest published models have a few dozen
@@ -29,7 +30,7 @@ def parts_of(file: Path) -> list[Path]:
 
     Raises BadInput for a missing part, and for an impossible part number.
     """
-    match = NAME.fullmatch(file.name)
+    match = PART.fullmatch(file.name)
     if match is None or int(match[3]) < 2:
         return [file]
     count = int(match[3])
@@ -55,7 +56,7 @@ def join(headers: list[Header], out: Path, *, for_config: bool = False, with_lis
         for name, field in first.fields.items()
         if not name.startswith(gguf_header.SPLIT)
         and (with_lists or field.items is None or not name.startswith("tokenizer."))
-        and not (for_config and name == "general.name" and first.texts.get(name) == MISLEADING)
+        and not (for_config and name == NAME and first.texts.get(name) == MISLEADING)
     ]
     left_out = {name for _, name, _ in tensors if for_config and not name.startswith(ROTARY)}
     hole = max((tensor.nbytes for _, name, tensor in tensors if name in left_out), default=0)

@@ -134,7 +134,7 @@ def test_every_type_is_read_or_refused_before_any_work(wide: Any, kind: Kind, tm
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_library_reads_the_tokens_once_and_not_at_all_for_a_config(
+def test_the_package_gguf_does_not_read_the_tokens(
     model: Any, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "m.gguf", model, parts=parts)
@@ -150,7 +150,7 @@ def test_a_library_reads_the_tokens_once_and_not_at_all_for_a_config(
     base_config(source)
     assert True not in read
     resolve_base(source, tmp_path / "work")
-    assert read.count(True) <= 1
+    assert read.count(True) <= transformers.__version__.startswith("5.17.")  # which has it read them for a tokenizer
 
 
 @pytest.mark.parametrize("fields", [{}, {"starcoder2.vocab_size": 7}])
@@ -170,14 +170,15 @@ def test_a_config_has_as_many_tokens_as_the_header(fields: dict[str, int], tmp_p
 
 def test_a_config_that_is_made_of_the_number_of_tokens_is_read(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "lfm2")  # as transformers 5.23 reads this architecture
-    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
-    for name, value in {**dict.fromkeys(sizes, 1), "context_length": 64, "shortconv.l_cache": 3}.items():
+    sizes = {"block_count": 2, "embedding_length": 8, "feed_forward_length": 8, "attention.head_count": 1}
+    for name, value in (sizes | {"context_length": 64, "shortconv.l_cache": 3}).items():
         writer.add_uint32(f"lfm2.{name}", value)
-    writer.add_array("lfm2.attention.head_count_kv", [1])
+    writer.add_array("lfm2.attention.head_count_kv", [0, 1])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
     writer.add_token_list([f"t{i}" for i in range(9)])
-    writer.add_tensor("blk.0.attn_norm.weight", np.ones(8, np.float32))
+    for i in range(2):
+        writer.add_tensor(f"blk.{i}.attn_norm.weight", np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
