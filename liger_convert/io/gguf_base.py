@@ -63,6 +63,7 @@ def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
             try:
                 config = AutoConfig.from_pretrained(work, gguf_file=str(file))
             except KeyError:  # the configs of some architectures need the number of tokens
+                file = Path(work, f"whole-{first.path.name}")
                 join(headers, file, for_config=True)
                 config = AutoConfig.from_pretrained(work, gguf_file=str(file))
         except ValueError as error:
@@ -107,18 +108,22 @@ def _tokenizer(file: Path, reader: Any) -> Any:
         return read(reader)  # transformers reads the lists itself
     except Exception:  # or, up to 5.17, has the package gguf do so
         whole = GGUFReader(file)
-        for name in [name for name in whole.fields if name == NAME and name not in reader.fields]:
-            del whole.fields[name]
+        if NAME not in reader.fields:  # it was left out, as it would mislead
+            whole.fields.pop(NAME, None)
         return read(whole)
 
 
-def _stored(tensor: Any, headers: list[Header]) -> Any:
-    """A GGUFReader's tensor with the data that is stored in the part that has it. Nothing is read yet."""
-    header = next(header for header in headers if tensor.name in header.tensors)
-    entry = header.tensors[tensor.name]
-    begin = header.data_begin + entry.offset
-    data = np.memmap(header.path, mode="r")[begin : begin + entry.nbytes]
-    return tensor._replace(data=data.view(tensor.data.dtype).reshape(tensor.data.shape))
+def _stored(tensors: list[Any], headers: list[Header]) -> list[Any]:
+    """The `tensors` of a GGUFReader with the data that is stored in the parts with these headers. Reads none of it."""
+    where = {name: (header, entry) for header in headers for name, entry in header.tensors.items()}
+    files = {header.path: np.memmap(header.path, mode="r") for header in headers}
+    found = []
+    for tensor in tensors:
+        header, entry = where[tensor.name]
+        begin = header.data_begin + entry.offset
+        data = files[header.path][begin : begin + entry.nbytes].view(tensor.data.dtype).reshape(tensor.data.shape)
+        found.append(tensor._replace(data=data))
+    return found
 
 
 def load_config(path: Path) -> Any:
@@ -181,7 +186,7 @@ def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
             version = f"transformers {transformers.__version__}"
             what = f"makes a tokenizer that splits words of its vocabulary, such as {word!r}"
             raise BadInput(f"base: {given}: {version} {what}; install a newer one, or give the model's own folder")
-        reader.tensors = [_stored(tensor, headers) for tensor in reader.tensors]
+        reader.tensors = _stored(reader.tensors, headers)
         with _serving(reader):
             loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     model, report = loaded

@@ -1,6 +1,6 @@
 """Validates the header of a .gguf file before a library reads it, and says where its parts are. The library trusts
-counts and lengths, so that a file of a hundred bytes could request a list of 2**60 items. It also takes many seconds for
-the lists of a large vocabulary, which this skips."""
+counts and lengths, so that a file of a hundred bytes could request a list of 2**60 items. It also takes many seconds
+for the lists of a large vocabulary, which are skipped here."""
 
 from __future__ import annotations
 
