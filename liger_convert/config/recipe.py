@@ -111,8 +111,9 @@ class Recipe(Strict):
     """Training stages, in order."""
     when_worse: Literal["go_back", "stop", "warn", "ignore"] = "go_back"
     """What to do if a stage makes the model worse on text of another kind or at repeating a text. `go_back` trains the
-    stage again at lower rates, and leaves it out if that does not help; a model that ends up worse than the untrained
-    window is not exported. `stop` ends the run, `warn` only says so, `ignore` does not measure."""
+    stage again at a quarter of its rates, and leaves it out if that does not help; later stages keep the lower rates. A
+    model that ends up worse than the untrained window is not exported. `stop` ends the run, `warn` only says so,
+    `ignore` does not measure."""
     adapt: Adapt | None = None
     """Adapt the stages to the base and the GPU; without it they are used unchanged."""
     eval: Eval = Eval()

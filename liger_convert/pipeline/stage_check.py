@@ -36,7 +36,7 @@ TEXT, COPY = "other_ppl", "copy_nll"
 BASE, UNTRAINED, MODEL = "base", "window_only_untrained", "linearized"
 
 CHECK = "check.json"
-FACTORS = (1.0, 0.25)  # of the learning rates in the first and the second attempt
+FACTORS = (1.0, 0.25)  # of a stage's first learning rates, in its first and its second attempt
 ADVICE = "lower its learning rates, give it more tokens or other text, or set when_worse: warn"
 
 Measures = Mapping[str, Measurement]
@@ -158,6 +158,7 @@ def train_checked(
     before: Mapping[str, Measures],
     train: Callable[[float, Path], dict[str, Any]],
     check: Callable[[Path], dict[str, Any]],
+    first: float = 1.0,
 ) -> dict[str, Any]:
     """Trains the stage called `name` in `folder` and measures the result. If that is worse than before, does what the
     recipe's `when_worse` says. Returns facts for the manifest.
@@ -167,6 +168,7 @@ def train_checked(
     before: the measures of the base, of the untrained window and, after the first stage, of the model so far.
     train: trains with this factor on the learning rates in that folder, and resumes where a killed call stopped.
     check: measures the model after the stage in that folder.
+    first: the factor on the learning rates in the first attempt.
 
     The facts: those of the training, `check`, `rates` (the factor on the learning rates), `result` (the path of the
     weights in `folder`) and `kept` (whether the stage is kept). Raises LinearizeError if the stage made the model worse
@@ -174,7 +176,10 @@ def train_checked(
     """
     reference = before.get(MODEL, before[UNTRAINED])
     factors = FACTORS if when_worse == "go_back" and not aligns else FACTORS[:1]
-    for attempt, factor in enumerate(factors, 1):
+    if first != 1.0:
+        told = f"{name} begins at {first:g} times its learning rates, as an earlier stage did harm"
+        console.print(told, markup=False, soft_wrap=True)
+    for attempt, factor in enumerate((first * factor for factor in factors), 1):
         out = folder if attempt == 1 else folder / f"attempt-{attempt}"
         out.mkdir(exist_ok=True)
         facts = train(factor, out)

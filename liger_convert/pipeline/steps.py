@@ -291,10 +291,16 @@ class RunSteps:
                 before=self._checked(before),
                 train=train,
                 check=check,
+                first=self._lowered(before),
             )
         else:
             facts = train(1.0, folder)
         return facts | {"seed": self.recipe.stage_seed(index)}
+
+    def _lowered(self, stages: Sequence[str]) -> float:
+        """The factor on the learning rates that the last of the finished `stages` ended with. One that had to be
+        lowered stays so: the rates are too high for the base, and a longer stage would do as much harm."""
+        return self.manifest.steps[stages[-1]].get("rates", 1.0) if stages else 1.0
 
     def _how_sharded(self, index: int) -> tuple[bool, bool]:
         """Whether the processes of this run shard the weights of stage `index`, and whether they keep gathered layers.

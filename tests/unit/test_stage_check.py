@@ -143,6 +143,11 @@ def test_a_stage_that_did_harm_is_trained_again_at_lower_rates(tmp_path: Path, c
     assert "WORSE after 2-distill" in capsys.readouterr().err
 
 
+def test_a_stage_after_one_that_did_harm_is_lowered_once_more(tmp_path: Path) -> None:
+    _, attempts = train(tmp_path, [(19.0, 1.2), (17.0, 0.8)], first=0.25)
+    assert attempts == [(0.25, tmp_path.name), (0.0625, "attempt-2")]
+
+
 def test_a_stage_is_compared_with_the_model_before_it_and_not_with_the_window(tmp_path: Path) -> None:
     assert train(tmp_path, [(17.9, 0.95), (17.9, 0.95)])[0]["kept"] is False
 
@@ -180,6 +185,18 @@ def test_the_second_attempt_is_what_is_exported(home, monkeypatch) -> None:
     assert weights(home / "low") == again
     assert main.main(["run", "recipe.yaml", "--out", "high", "--set", "when_worse=ignore"]) == 0
     assert weights(home / "high") != again
+
+
+def test_a_stage_after_one_that_did_harm_begins_at_its_lower_rates(home, monkeypatch, capsys) -> None:
+    write_home(home, [*STAGES, STAGES[1]])
+    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2), (17.0, 0.8), (16.8, 0.8)])
+    assert run() == 0
+    assert "3-distill begins at 0.25 times its learning rates" in capsys.readouterr().err
+    assert [steps(home)[name]["rates"] for name in ("1-align", "2-distill", "3-distill")] == [1.0, 0.25, 0.25]
+    lowered = [f"stages[{i}].learning_rates={{mixer: 2.5e-4, body: 2.5e-5}}" for i in (1, 2)]
+    words = [word for rates in lowered for word in ("--set", rates)]
+    assert main.main(["run", "recipe.yaml", "--out", "low", *words, "--set", "when_worse=ignore"]) == 0
+    assert weights(home / "low") == weights(home / "out")
 
 
 def test_a_stage_that_does_harm_twice_is_left_out(home, monkeypatch) -> None:
