@@ -31,6 +31,7 @@ from liger_convert.io.checksums import sha256_file
 from liger_convert.io.files import atomic_write, refuse_existing, scratch_folder
 from liger_convert.io.inputs import check_text
 from liger_convert.io.text_part import EMBEDDINGS
+from liger_convert.io.weight_scale import weight_scale
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.gla import GLA
@@ -257,7 +258,8 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
         tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
         begun = begun_stage(recipe, number, model, base, out if resume and out.exists() else None)
-        plan = make_plan(recipe, checkpoint.load_config(base, recipe.base_options.trust_remote_code))
+        of_base = checkpoint.load_config(base, recipe.base_options.trust_remote_code)
+        plan = make_plan(recipe, of_base, scale=weight_scale(base))
         recipe = recipe.with_stages(plan.recipe_stages)
         written = {name: out / f"data-{name}" for name in sources if name in recipe.teachers}
 

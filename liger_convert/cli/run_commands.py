@@ -77,7 +77,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a recipe does to each layer, what it costs and what it saves. Reads no weights.
+    """Show what a recipe does to each layer, what it costs and what it saves. Reads few weights or none.
 
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
     """
@@ -87,12 +87,15 @@ def plan(
     loaded = load(*chosen_recipe(recipe, base, set_ or ()))
 
     from liger_convert.eval import suites
-    from liger_convert.io.checkpoint import base_config
+    from liger_convert.io.checkpoint import base_config, locate_base
+    from liger_convert.io.weight_scale import weight_scale
     from liger_convert.pipeline.plan import make_plan
     from liger_convert.pipeline.preflight import check_recipe
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
-    made = make_plan(loaded, config, processes=gpus)
+    folder = locate_base(loaded.base)  # None if the base is on the hub
+    scale = weight_scale(folder) if folder is not None and folder.is_dir() else None
+    made = make_plan(loaded, config, processes=gpus, scale=scale)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite), gpus)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:

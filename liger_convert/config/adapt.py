@@ -28,9 +28,10 @@ class Adapt(Strict):
     """Rank of the adapters."""
     lora_alpha: Alpha | None = None
     """Alpha of the adapters; by default the rank, so that `rslora` scales by its root."""
-    lora_rate: Rate = 5e-4
-    """Learning rate of the adapters at `hidden_size`; on a wider base it falls with the square root of the width."""
-    align_lora_rate: Rate = 5e-4
-    """Learning rate of the adapters in alignment, on every base."""
+    lora_rate: Rate = 1.07e-4
+    """Learning rate of the adapters for weights of scale 1, the usual one: RMS(W) · √inputs of the projections. It is
+    multiplied by the scale of the base's weights, at most by 5."""
+    align_lora_rate: Rate = 1.07e-4
+    """The same in alignment."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of the GPU's memory that a stage may use."""

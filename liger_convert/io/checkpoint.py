@@ -300,11 +300,19 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor in its own dtype. Raises BadInput when the file has shrunk or gone since the headers were read."""
+        return self._read(name, self.tensors[name].shape)
+
+    def read_rows(self, name: str, most: int) -> torch.Tensor:
+        """The first `most` rows of one tensor, otherwise as `read`."""
+        rows, *others = self.tensors[name].shape
+        return self._read(name, (min(rows, most), *others))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         info = self.tensors[name]
-        tensor = torch.empty(info.shape, dtype=info.dtype)
+        tensor = torch.empty(shape, dtype=info.dtype)
         with open_input(info.file) as file:
             file.seek(info.offset)
-            if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != info.nbytes:
+            if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
                 raise BadInput(f"{info.file}: ends inside tensor {name}; download the file again")
         return tensor
 

@@ -8,9 +8,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
   as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
   with it.
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
-  cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate falls with the square
-  root of the width, which interpolates between the rates measured on these two. The mixers' rates stay, because their
-  matrices are per head.
+  cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate is proportional to
+  the scale of the base's weights (`io.weight_scale`). Adam moves every entry of an adapter by about the rate, whatever
+  the base, so a step changes small weights more than large ones. The mixers' rates stay: they are added to no weights.
 - If all weights are trained, the learning rates of the base's own weights fall as 1 / hidden size on a base wider than
   the one they were tuned on, as Adam requires for matrices (maximal update parametrization, 2203.03466, table 8).
 - A stage must fit the GPU. First micro-batches are split, then activations are recomputed in the backward pass. If that
@@ -20,7 +20,6 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,17 +35,23 @@ from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
 WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many windows, or longer windows
+MOST = 5.0  # the largest scale of weights that raises the adapters' rate in proportion; no base tried has more
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
 def adapt(
-    recipe: Recipe, base_config: Any, planner: StagePlanner, number: int, windows: tuple[int, int]
+    recipe: Recipe,
+    base_config: Any,
+    planner: StagePlanner,
+    number: int,
+    windows: tuple[int, int],
+    scale: float | None,
 ) -> tuple[Recipe, tuple[str, ...]]:
     """`recipe` with its stages adapted to the base, and a sentence for each change. Unchanged if the recipe has no
     `adapt`.
 
     number: of processes. Only a single process can train layer by layer. windows: that of `mixer` in the recipe, and as
-    `fit_windows` has fitted it.
+    `fit_windows` has fitted it. scale: of the base's weights (`io.weight_scale`); None if it is not known.
     """
     if recipe.adapt is None:
         return recipe, ()
@@ -64,10 +69,10 @@ def adapt(
             stage = _mixers_alone(stage)
             said = [*said, "learning_rates: only those of the mixers, as set in adapt.trained"]
         elif trained != "weights" and _trains_own(stage):
-            stage = _with_adapters(stage, recipe.adapt, hidden)
-            said = [*said, _adapters(stage)]
+            stage = _with_adapters(stage, recipe.adapt, scale)
+            said = [*said, _adapters(stage, scale)]
         stage, smaller = _fit_memory(
-            stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes, alone
+            stage, recipe.adapt, scale, room, lambda stage: planner.plan(stage).memory_bytes, alone
         )
         stage, scaled = _scale_rates(stage, tuned, hidden)
         stages.append(stage)
@@ -141,22 +146,27 @@ def _scale_rates(stage: AnyStage, tuned: int, hidden: int) -> tuple[AnyStage, li
 
 
 def _fit_memory(
-    stage: AnyStage, options: Adapt, hidden: int, room: int | None, peak: Callable[[Stage], int], alone: bool
+    stage: AnyStage,
+    options: Adapt,
+    scale: float | None,
+    room: int | None,
+    peak: Callable[[Stage], int],
+    alone: bool,
 ) -> tuple[AnyStage, list[str]]:
     if room is None or peak(stage) <= room:
         return stage, []
     full = next((made for made in _smaller(stage) if peak(made) <= room), None)
     if full is not None:
-        return full, [_said(stage, full, room)]
+        return full, [_said(stage, full, room, scale)]
     if alone and isinstance(stage, AlignStage) and (stage.lora is None or stage.lora.targets == "attention"):
         one = changed(stage, layerwise=True)
         fitting = next((made for made in (one, *_smaller(one)) if peak(made) <= room), None)
         if fitting is not None:
-            return fitting, [_said(stage, fitting, room)]
-    adapters = _with_adapters(stage, options, hidden)
+            return fitting, [_said(stage, fitting, room, scale)]
+    adapters = _with_adapters(stage, options, scale)
     *others, smallest = [adapters, *_smaller(adapters)]
     fitting = next((made for made in others if peak(made) <= room), smallest)
-    return fitting, [_said(stage, fitting, room)]
+    return fitting, [_said(stage, fitting, room, scale)]
 
 
 def _smaller(stage: AnyStage) -> list[AnyStage]:
@@ -178,7 +188,7 @@ def _mixers_alone(stage: AnyStage) -> AnyStage:
     return changed(stage, learning_rates={name: rate for name, rate in rates.items() if name not in OWN})
 
 
-def _with_adapters(stage: AnyStage, options: Adapt, hidden: int) -> AnyStage:
+def _with_adapters(stage: AnyStage, options: Adapt, scale: float | None) -> AnyStage:
     if not _trains_own(stage):
         return stage
     aligns = isinstance(stage, AlignStage)
@@ -189,24 +199,25 @@ def _with_adapters(stage: AnyStage, options: Adapt, hidden: int) -> AnyStage:
         "targets": "attention" if aligns else "all",
     }
     kept = {name: rate for name, rate in stage.learning_rates.trained().items() if name not in OWN}
-    narrower = min(1.0, options.hidden_size / hidden)
-    rate = options.align_lora_rate if aligns else float(f"{options.lora_rate * math.sqrt(narrower):.3g}")
+    per_scale = options.align_lora_rate if aligns else options.lora_rate
+    rate = float(f"{per_scale * min(scale or 1.0, MOST):.3g}")
     return changed(stage, lora=lora, learning_rates=kept | {"lora": rate})
 
 
-def _adapters(stage: Stage) -> str:
+def _adapters(stage: Stage, scale: float | None) -> str:
     assert stage.lora is not None
     rate, lora = f"{stage.learning_rates.lora:g}", stage.lora
     kind = "" if lora.variant == "lora" else f"{lora.variant}, "
     alpha = "" if lora.alpha == lora.rank else f" and alpha {lora.alpha:g}"
-    return f"lora: {kind}rank {lora.rank}{alpha} on {lora.targets} at {rate}, in place of the base's own weights"
+    weights = "weights of scale 1; a run measures them" if scale is None else f"weights of scale {scale:.2f}"
+    return f"lora: {kind}rank {lora.rank}{alpha} on {lora.targets} at {rate} ({weights}), in place of the base's own"
 
 
-def _said(before: AnyStage, after: AnyStage, room: int) -> str:
+def _said(before: AnyStage, after: AnyStage, room: int, scale: float | None) -> str:
     """The changes, as fields of a recipe: `batch_size: 2 in place of 8, …, to fit …`."""
     fields = []
     if after.lora is not None and before.lora is None:
-        fields.append(_adapters(after))
+        fields.append(_adapters(after, scale))
     for name in ("layerwise", "batch_size", "grad_accumulation", "gradient_checkpointing"):
         old, new = getattr(before, name, None), getattr(after, name, None)
         if old != new:

@@ -222,11 +222,12 @@ def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     return device, compute_dtype(device, recipe.precision)
 
 
-def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) -> Plan:
+def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *, scale: float | None = None) -> Plan:
     """The plan of `recipe` for the base with this config.
 
     processes: the memory of stages is that of each of this many processes (None: as few as the recipe allows). `adapt`
-    makes the changes that it would make for one process, so that training does not depend on the number.
+    makes the changes that it would make for one process, so that training does not depend on the number. scale: of the
+    base's weights (`io.weight_scale`), by which `adapt` sets the rates of adapters; None if it is not known.
 
     Raises BadInput for a base that cannot be linearized, unknown mixers or options, layers that do not fit the base,
     and rows of a stage that the processes cannot share.
@@ -263,7 +264,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     dims = head_dims(base_config)
     device, compute = computes_in(recipe)
     planner = StagePlanner(config, reused, new, device, compute)
-    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, windows_of_main)
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, windows_of_main, scale)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     for i, (stage, planned) in enumerate(zip(recipe.stages, stages, strict=True)):

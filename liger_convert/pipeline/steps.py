@@ -19,6 +19,7 @@ from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
 from liger_convert.io.run_folder import RunFolder
+from liger_convert.io.weight_scale import weight_scale
 from liger_convert.pipeline import card, convert, export, preflight, report, single_steps, stage_check
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.plan import Plan, make_plan
@@ -144,7 +145,11 @@ class RunSteps:
 
     def _make_plan(self, recipe: Recipe, number: int | None = None) -> Plan:
         config = checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code)
-        return make_plan(recipe, config, number)
+        return make_plan(recipe, config, number, scale=self._scale)
+
+    @functools.cached_property
+    def _scale(self) -> float | None:
+        return weight_scale(self._base_folder)
 
     def _written(self, *sources: str | None) -> tuple[str, ...]:
         """The steps that generate those of the sources that the base writes."""
