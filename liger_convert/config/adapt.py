@@ -29,9 +29,7 @@ class Adapt(Strict):
     lora_alpha: Alpha | None = None
     """Alpha of the adapters; by default the rank, so that `rslora` scales by its root."""
     lora_rate: Rate = 1.07e-4
-    """Learning rate of the adapters for weights of scale 1, the usual one: RMS(W) · √inputs of the projections. It is
-    multiplied by the scale of the base's weights, at most by 5."""
-    align_lora_rate: Rate = 1.07e-4
-    """The same in alignment."""
+    """Learning rate of the adapters if the base's weights have a scale of 1, which is usual. It is multiplied by their
+    scale, the median of RMS(W) · √inputs over the projections, up to 5."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of the GPU's memory that a stage may use."""

@@ -20,7 +20,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "warmup": "warmup_ratio",
     },
     "mixed_seq_lens": {"share": "fraction"},
-    "adapt": {"adapters": "trained"},
+    "adapt": {"adapters": "trained", "align_lora_rate": "lora_rate"},
 }
 
 

@@ -10,7 +10,7 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate is proportional to
   the scale of the base's weights (`io.weight_scale`). Adam moves every entry of an adapter by about the rate, whatever
-  the base, so a step changes small weights more than large ones. The mixers' rates stay: they are added to no weights.
+  the base, so a step changes small weights more than large ones. The mixers' rates stay, because mixers are new.
 - If all weights are trained, the learning rates of the base's own weights fall as 1 / hidden size on a base wider than
   the one they were tuned on, as Adam requires for matrices (maximal update parametrization, 2203.03466, table 8).
 - A stage must fit the GPU. First micro-batches are split, then activations are recomputed in the backward pass. If that
@@ -191,16 +191,14 @@ def _mixers_alone(stage: AnyStage) -> AnyStage:
 def _with_adapters(stage: AnyStage, options: Adapt, scale: float | None) -> AnyStage:
     if not _trains_own(stage):
         return stage
-    aligns = isinstance(stage, AlignStage)
     lora = {
         "variant": options.lora_variant,
         "rank": options.lora_rank,
         "alpha": float(options.lora_rank) if options.lora_alpha is None else options.lora_alpha,
-        "targets": "attention" if aligns else "all",
+        "targets": "attention" if isinstance(stage, AlignStage) else "all",
     }
     kept = {name: rate for name, rate in stage.learning_rates.trained().items() if name not in OWN}
-    per_scale = options.align_lora_rate if aligns else options.lora_rate
-    rate = float(f"{per_scale * min(scale or 1.0, MOST):.3g}")
+    rate = float(f"{options.lora_rate * min(scale or 1.0, MOST):.3g}")
     return changed(stage, lora=lora, learning_rates=kept | {"lora": rate})
 
 
