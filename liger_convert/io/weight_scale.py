@@ -10,8 +10,10 @@ from pathlib import Path
 from liger_convert.io.checkpoint import Checkpoint
 from liger_convert.utils.errors import BadInput
 
-# A matrix of a layer, but not of an expert, whose size is that of a single one of many.
-PROJECTION = re.compile(r"\.layers\.(\d+)\.(self_attn|mlp)\.(?!.*experts?\.)[a-z_.]+\.weight")
+# A matrix in a layer of the language model. Experts are left out, as they get no adapters.
+PROJECTION = re.compile(
+    r"(?:^|\.)(?:language_)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(?!.*experts?\.)[a-z_.]+\.weight"
+)
 LAYERS = 5  # how many layers are read, evenly spaced
 ROWS = 512  # how many rows of each matrix
 

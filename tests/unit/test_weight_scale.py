@@ -49,6 +49,18 @@ def test_it_does_not_depend_on_dtype_or_shards_or_rows(tmp_path: Path, monkeypat
     assert weight_scale(tmp_path / "one") == pytest.approx(found, rel=0.1)
 
 
+def test_only_what_gets_adapters_counts(tmp_path: Path) -> None:
+    found = weight_scale(save(tmp_path / "base", 1.3))
+    state = load_file(tmp_path / "base" / WEIGHTS)
+    for part in ("vision_tower.vision_model.encoder.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj"):
+        state |= {f"{part}{i}.weight": torch.full((64, 64), 9.0) for i in "abcdefghijklmnopqrstuvwxyz"}
+    for name in ("model.", "model.language_model.", "language_model.model."):  # as published, and in transformers
+        (tmp_path / name).mkdir()
+        renamed = {key.replace("model.layers.", f"{name}layers."): tensor for key, tensor in state.items()}
+        save_file(renamed, tmp_path / name / WEIGHTS)
+        assert weight_scale(tmp_path / name) == pytest.approx(found)
+
+
 def test_what_has_no_such_weights_has_no_scale(tmp_path: Path) -> None:
     folder = save(tmp_path / "base", 1.0)
     state = load_file(folder / WEIGHTS)
