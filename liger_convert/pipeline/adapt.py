@@ -207,8 +207,9 @@ def _adapters(stage: Stage, scale: float | None) -> str:
     rate, lora = f"{stage.learning_rates.lora:g}", stage.lora
     kind = "" if lora.variant == "lora" else f"{lora.variant}, "
     alpha = "" if lora.alpha == lora.rank else f" and alpha {lora.alpha:g}"
-    weights = "weights of scale 1; a run measures them" if scale is None else f"weights of scale {scale:.2f}"
-    return f"lora: {kind}rank {lora.rank}{alpha} on {lora.targets} at {rate} ({weights}), in place of the base's own"
+    known = "a run measures their scale" if scale is None else f"of scale {scale:.2f}"
+    adapters = f"{kind}rank {lora.rank}{alpha} on {lora.targets} at {rate}"
+    return f"lora: {adapters}, in place of the base's own weights ({known})"
 
 
 def _said(before: AnyStage, after: AnyStage, room: int, scale: float | None) -> str:

@@ -187,7 +187,7 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, tra
     assert distill.lora is not None
     assert distill.lora.targets == "all"
     assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": rate}
-    said = f"stages[1].lora: rank 32 on all at {rate:g} (weights of scale {scale:.2f}), in place of the base's own"
+    said = f"stages[1].lora: rank 32 on all at {rate:g}, in place of the base's own weights (of scale {scale:.2f})"
     assert any(said in sentence for sentence in plan.adapted)
     if trained == "adapters":
         assert align.lora is not None
@@ -198,15 +198,15 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, tra
 @pytest.mark.parametrize(
     ("scale", "rate", "said"),
     [
-        (0.1, 1.07e-5, "weights of scale 0.10"),
-        (40.0, 5.35e-4, "weights of scale 40.00"),
-        (None, 1.07e-4, "weights of scale 1; a run measures them"),
+        (0.1, 1.07e-5, "of scale 0.10"),
+        (40.0, 5.35e-4, "of scale 40.00"),
+        (None, 1.07e-4, "a run measures their scale"),
     ],
 )
 def test_the_rate_of_adapters_follows_the_scale_of_the_weights(scale: float | None, rate: float, said: str) -> None:
     plan = make_plan(load(DEFAULT), config("smollm2-135m"), scale=scale)
     assert [stage.learning_rates.lora for stage in plan.recipe_stages] == [pytest.approx(rate)] * 3
-    assert all(f"at {rate:g} ({said})" in sentence for sentence in plan.adapted)
+    assert all(f"at {rate:g}, in place of the base's own weights ({said})" in sentence for sentence in plan.adapted)
 
 
 @pytest.mark.parametrize("shape", ["smollm2-135m", "llama-3.2-1b"])
@@ -225,7 +225,7 @@ def test_adapters_are_of_the_variant_and_alpha_that_are_asked_for() -> None:
     for stage in plan.recipe_stages:
         assert stage.lora is not None
         assert (stage.lora.variant, stage.lora.rank, stage.lora.alpha) == ("rslora", 128, 16)
-    assert any("lora: rslora, rank 128 and alpha 16 on all at 0.000107 (" in sentence for sentence in plan.adapted)
+    assert any("lora: rslora, rank 128 and alpha 16 on all at 0.000107, " in sentence for sentence in plan.adapted)
 
 
 def test_an_alignment_that_does_not_fit_is_trained_layer_by_layer(monkeypatch) -> None:
