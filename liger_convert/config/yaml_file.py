@@ -137,25 +137,30 @@ def parse(text: str, where: str) -> Any:
 
 def compose(text: str, where: str) -> yaml.Node | None:
     """YAML text as nodes, without making its values, which may have tags of another program. None if there is none.
-
-    Raises BadInput as `parse` does for what is not YAML, and for a key that appears twice.
-    """
+    Raises BadInput for what is not YAML."""
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        waiting, seen = [] if root is None else [root], set()
-        while waiting:
-            node = waiting.pop()
-            if id(node) in seen or isinstance(node, yaml.ScalarNode):  # an alias leads to the same node again
-                continue
-            seen.add(id(node))
-            if isinstance(node, yaml.MappingNode):
-                _refuse_repeated(node)
-                waiting += [part for pair in node.value for part in pair]
-            else:
-                waiting += node.value
+        root: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise BadInput(f"{where}: {problem(error)}") from None
     return root
+
+
+def refuse_repeated_keys(root: yaml.Node | None, where: str) -> None:
+    """Raises BadInput if a key appears twice in any mapping of these nodes, as `parse` does."""
+    waiting, seen = [] if root is None else [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):  # an alias leads to the same node again
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            try:
+                _refuse_repeated(node)
+            except yaml.YAMLError as error:
+                raise BadInput(f"{where}: {problem(error)}") from None
+            waiting += [part for pair in node.value for part in pair]
+        else:
+            waiting += node.value
 
 
 def problem(error: yaml.YAMLError) -> str:

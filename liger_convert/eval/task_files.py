@@ -95,10 +95,15 @@ def _refuse_repeated_keys(manager: TaskManager, names: Collection[str]) -> None:
                 waiting += _texts((entry.cfg or {}).get("task"))
         elif one.is_file() and STOCK not in one.resolve().parents:
             root = yaml_file.compose(read_text(one, TASK_BYTES), str(one))
-            pairs = root.value if isinstance(root, yaml.MappingNode) else []
-            includes = [value for key, value in pairs if key.value == "include"]
+            yaml_file.refuse_repeated_keys(root, str(one))
+            includes = [value for key, value in _pairs(root) if key.value == "include"]
             files = [file for value in includes for file in (value.value if isinstance(value.value, list) else [value])]
             waiting += [one.parent / file.value for file in files]
+
+
+def _pairs(root: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys and values of a task's YAML; none if it is not a mapping."""
+    return root.value if isinstance(root, yaml.MappingNode) else []
 
 
 def _texts(value: Any) -> list[str]:
@@ -115,12 +120,8 @@ def included_tasks(include_path: Path, wanted: Collection[str]) -> frozenset[str
     names = frozenset(map(str, _included(include_path).task_index))
     found: dict[str, Path] = {}
     for file in sorted(include_path.rglob("*.yaml")):
-        try:
-            root = yaml.compose(read_text(file, TASK_BYTES))  # without building values: lm-eval has tags of its own
-        except yaml.YAMLError as error:
-            raise BadInput(f"{file}: {yaml_file.problem(error)}") from None
-        pairs = root.value if isinstance(root, yaml.MappingNode) else []
-        told = {key.value: value.value for key, value in pairs if isinstance(value, yaml.ScalarNode)}
+        root = yaml_file.compose(read_text(file, TASK_BYTES), str(file))  # lm-eval has tags of its own
+        told = {key.value: value.value for key, value in _pairs(root) if isinstance(value, yaml.ScalarNode)}
         name = told.get("group", told.get("task"))
         if name not in wanted or file.parent.name in UNREAD_FOLDERS:
             continue

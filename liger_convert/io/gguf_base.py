@@ -75,7 +75,7 @@ def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
         reader = GGUFReader(file)
         if first.vocabulary is not None:
             config.vocab_size = first.vocabulary
-        gguf_fields.complete(config, [reader], first.path)
+        gguf_fields.complete(config, reader, first.path)
         check_sizes(config.to_dict(), f"base: {first.path}")
         check_rotary(config.to_dict(), f"base: {first.path}")
         yield config, reader

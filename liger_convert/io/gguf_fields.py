@@ -11,12 +11,13 @@ Shapes: C rotated channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from liger_convert.io.gguf_parts import ROTARY
 from liger_convert.utils.errors import BadInput
 
 # Models, by type and number of layers, whose attention scale does not follow from the head size. No field says so.
@@ -42,24 +43,23 @@ WAY = "give the safetensors folder that it was made from"
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def complete(config: Any, readers: Sequence[Any], given: Path) -> None:
-    """Adds the ignored fields to `config`, in place. config: transformers' config of the model. readers: a GGUFReader
-    of each of the model's files. given: the first file, for error messages.
+def complete(config: Any, reader: Any, given: Path) -> None:
+    """Adds the ignored fields to `config`, in place. config: transformers' config of the model. reader: a GGUFReader of
+    its joined header. given: the first file, for error messages.
 
     Raises BadInput for RoPE scaling that the config cannot express.
     """
-    header = readers[0].fields
+    header = reader.fields
     architecture = header["general.architecture"].contents()
     prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): field.contents() for name, field in header.items() if name.startswith(prefix)}
-    every = [tensor for reader in readers for tensor in reader.tensors]
-    tensors = {tensor.name: tensor.data for tensor in every if tensor.name.startswith("rope_")}
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith(ROTARY)}
     for name, option in COPIED.items():
         if name in fields and hasattr(config, option):
             setattr(config, option, fields[name])
     for name, option in BIASES.items():
         if hasattr(config, option):
-            setattr(config, option, any(tensor.name.endswith(name) for tensor in every))
+            setattr(config, option, any(tensor.name.endswith(name) for tensor in reader.tensors))
     for name, option in TOKENS.items():
         if f"tokenizer.ggml.{name}" not in header:
             setattr(config, option, None)

@@ -380,7 +380,7 @@ def test_other_fields_are_put_into_the_config(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    gguf_fields.complete(config, [gguf.GGUFReader(tmp_path / "m.gguf")], tmp_path / "m.gguf")
+    gguf_fields.complete(config, gguf.GGUFReader(tmp_path / "m.gguf"), tmp_path / "m.gguf")
     for path, value in expected.items():
         found = config
         for name in path.split("."):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import write_home
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny_base, tiny_config
+from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from liger_convert.cli import main
@@ -83,7 +83,6 @@ def test_a_run_a_plan_and_a_single_stage_have_the_same_rate(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_home(tmp_path, STAGES)
-    save_tiny_base("llama", tmp_path / "base")
     file = tmp_path / "base" / WEIGHTS
     state = load_file(file)
     save_file({name: tensor * factor for name, tensor in state.items()}, file, {"format": "pt"})
