@@ -54,7 +54,7 @@ BATCH = {"cuda": 16, "cpu": 4}
 LENGTH = 128  # least number of tokens of x; also at least two windows, so that the first half has left the window
 
 # The rows on which `kl` is measured. A CPU measures as many tokens as for `copy`.
-KL_LENGTH = 1024  # at most, and at most the base's context
+KL_LENGTH = 1024  # or two windows if they are longer; at most the base's context
 KL_TOKENS = {"cuda": 16384, "cpu": 2048}
 KL_COPIES = 0.3  # fraction of the rows with a copy, as in the recipes' first distillation
 KL_ROWS = {"cuda": 4, "cpu": 1}  # at a time; on a GPU, a single row would be bound by kernel launches
@@ -248,7 +248,8 @@ def divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype
     """Measures by KL(base || model) on rows of `documents` like those of a distillation. The base's logits are kept on
     the device in `dtype`."""
     model, device = switch.model, switch.device
-    length = min(KL_LENGTH, context_length(model.config) or KL_LENGTH)
+    length = max(KL_LENGTH, 2 * model.config.linearization["mixers"][MAIN]["window"])
+    length = min(length, context_length(model.config) or length)
     tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
     data = pack(documents, length, tokens, seed, concat_documents=True, copy_fraction=KL_COPIES)
     size = KL_ROWS.get(device.type, KL_ROWS["cuda"])

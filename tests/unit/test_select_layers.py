@@ -211,6 +211,13 @@ def test_by_kl_the_base_is_at_zero_and_each_layer_that_is_restored_brings_the_mo
     assert "softmax alone: kl" in console.export_text()
 
 
+def test_rows_that_kl_is_measured_on_leave_a_window_as_long_as_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the window every layer is the base's, so all choices would look alike."""
+    monkeypatch.setattr(layer_selection, "KL_LENGTH", 8)
+    found = selected(1, select="kl")
+    assert min(losses.score for losses in found.restored.values()) > 1e-3
+
+
 @pytest.mark.parametrize(("select", "sizes"), [("kl", "KL_ROWS"), ("copy", "BATCH")])
 def test_rows_that_are_measured_together_give_the_losses_of_rows_measured_alone(
     select: str, sizes: str, monkeypatch: pytest.MonkeyPatch
