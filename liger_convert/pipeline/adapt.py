@@ -7,6 +7,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 - A window is at most an eighth of that context, and that of `layers.long_windows` at most a quarter. A window as long
   as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
   with it.
+- If at least half of the base's layers have sliding windows of their own, as in Gemma 3, the few others carry all that
+  is farther back. So each of them that becomes linear gets the window of `layers.long_windows`. Rows that would no
+  longer leave the window become longer, and a step gets fewer of them.
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate is proportional to
   the scale of the base's weights (`io.weight_scale`). Adam moves every entry of an adapter by about the rate, whatever
@@ -31,6 +34,7 @@ from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
+from liger_convert.model.families import own_windows
 from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
@@ -56,38 +60,39 @@ def adapt(
     if recipe.adapt is None:
         return recipe, ()
     context, room = context_length(base_config), _room(recipe.adapt, planner.device)
+    options = _at_scale(recipe.adapt, scale)
     stages: list[AnyStage] = []
     sentences: list[str] = []
-    tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
+    tuned, hidden = options.hidden_size, base_config.hidden_size
     alone = max(number, processes.count()) == 1
     for i, written in enumerate(recipe.stages):
-        stage, said = _fit_short_rows(written, *windows)
+        stage, said = _fit_longer_window(written, *windows)
+        stage, shorter = _fit_short_rows(stage, *windows)
         stage, fitted = _fit_rows(stage, context)
-        said = [*said, *fitted]
-        trained = recipe.adapt.trained
-        if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
+        said = [*said, *shorter, *fitted]
+        if options.trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
             stage = _mixers_alone(stage)
             said = [*said, "learning_rates: only those of the mixers, as set in adapt.trained"]
-        elif trained != "weights" and _trains_own(stage):
-            stage = _with_adapters(stage, recipe.adapt, scale)
-            said = [*said, _adapters(stage, scale)]
-        stage, smaller = _fit_memory(
-            stage, recipe.adapt, scale, room, lambda stage: planner.plan(stage).memory_bytes, alone
-        )
+        elif options.trained != "weights" and _trains_own(stage):
+            stage = _with_adapters(stage, options)
+            said = [*said, _adapters(stage)]
+        stage, smaller = _fit_memory(stage, options, room, lambda stage: planner.plan(stage).memory_bytes, alone)
         stage, scaled = _scale_rates(stage, tuned, hidden)
         stages.append(stage)
         sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *smaller, *scaled)]
+    if any(stage.lora and not written.lora for stage, written in zip(stages, recipe.stages, strict=True)):
+        sentences.insert(0, _scaled(options, scale))
     return recipe.with_stages(stages), tuple(sentences)
 
 
 def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The resolved mixers `specs` of `recipe` with windows that fit the base's context, and a sentence for each change.
     Unchanged if the recipe has no `adapt`."""
-    context = context_length(base_config)
-    if recipe.adapt is None or context is None:
+    if recipe.adapt is None:
         return specs, ()
+    context = context_length(base_config)
     fitted, sentences = dict(specs), []
-    for name, spec in specs.items():
+    for name, spec in specs.items() if context is not None else ():
         where, at_least = "mixer" if name == MAIN else f"mixers.{name}", WINDOWS
         if name == LONG and recipe.long_windows is not None:
             where, at_least = "layers.long_windows", LONG_WINDOWS
@@ -96,12 +101,31 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
             fitted[name] = spec | {"window": most}
             why = f"because the base was made for {context:,} tokens"
             sentences.append(f"{where}.window: {most} in place of {spec['window']}, {why}")
+    depth, sliding = base_config.num_hidden_layers, sum(window is not None for window in own_windows(base_config))
+    if LONG in fitted and depth / 2 <= sliding < depth and 0 < fitted[MAIN]["window"] < fitted[LONG]["window"]:
+        window, long = fitted[MAIN]["window"], fitted[LONG]["window"]
+        fitted[MAIN] = fitted[MAIN] | {"window": long}
+        why = f"because {sliding} of the base's {depth} layers have windows of their own"
+        sentences.append(f"mixer.window: {long} in place of {window}, {why}")
     return fitted, tuple(sentences)
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:
     """`stage` with other values in these fields, validated like those of a recipe."""
     return type(stage).model_validate(stage.model_dump() | fields)
+
+
+def _fit_longer_window(stage: AnyStage, written: int, fitted: int) -> tuple[AnyStage, list[str]]:
+    """Lengthens rows that left a window of `written` tokens and do not leave one of `fitted`."""
+    length, fewer = stage.seq_len, 1
+    while written < length <= fitted:
+        length, fewer = length * 2, fewer * 2
+    if fewer == 1:
+        return stage, []
+    rows = max(1, stage.batch_size // fewer)
+    why = f"because the window is {fitted:,} in place of {written:,}"
+    said = f"seq_len: {length:,} in place of {stage.seq_len:,}, {why}; batch_size {rows} in place of {stage.batch_size}"
+    return changed(stage, seq_len=length, batch_size=rows), [said]
 
 
 def _fit_short_rows(stage: AnyStage, written: int, fitted: int) -> tuple[AnyStage, list[str]]:
@@ -148,7 +172,6 @@ def _scale_rates(stage: AnyStage, tuned: int, hidden: int) -> tuple[AnyStage, li
 def _fit_memory(
     stage: AnyStage,
     options: Adapt,
-    scale: float | None,
     room: int | None,
     peak: Callable[[Stage], int],
     alone: bool,
@@ -157,16 +180,16 @@ def _fit_memory(
         return stage, []
     full = next((made for made in _smaller(stage) if peak(made) <= room), None)
     if full is not None:
-        return full, [_said(stage, full, room, scale)]
+        return full, [_said(stage, full, room)]
     if alone and isinstance(stage, AlignStage) and (stage.lora is None or stage.lora.targets == "attention"):
         one = changed(stage, layerwise=True)
         fitting = next((made for made in (one, *_smaller(one)) if peak(made) <= room), None)
         if fitting is not None:
-            return fitting, [_said(stage, fitting, room, scale)]
-    adapters = _with_adapters(stage, options, scale)
+            return fitting, [_said(stage, fitting, room)]
+    adapters = _with_adapters(stage, options)
     *others, smallest = [adapters, *_smaller(adapters)]
     fitting = next((made for made in others if peak(made) <= room), smallest)
-    return fitting, [_said(stage, fitting, room, scale)]
+    return fitting, [_said(stage, fitting, room)]
 
 
 def _smaller(stage: AnyStage) -> list[AnyStage]:
@@ -188,7 +211,19 @@ def _mixers_alone(stage: AnyStage) -> AnyStage:
     return changed(stage, learning_rates={name: rate for name, rate in rates.items() if name not in OWN})
 
 
-def _with_adapters(stage: AnyStage, options: Adapt, scale: float | None) -> AnyStage:
+def _at_scale(options: Adapt, scale: float | None) -> Adapt:
+    """`options` with the adapters' learning rate for weights of this scale; unchanged if it is not known."""
+    rate = float(f"{options.lora_rate * min(scale or 1.0, MOST):.3g}")
+    return options.model_copy(update={"lora_rate": rate})
+
+
+def _scaled(options: Adapt, scale: float | None) -> str:
+    if scale is None:
+        return f"adapt.lora_rate: {options.lora_rate:g} times the scale of the base's weights, which a run measures"
+    return f"adapt.lora_rate: {options.lora_rate:g}, because the base's weights have a scale of {scale:.2f}"
+
+
+def _with_adapters(stage: AnyStage, options: Adapt) -> AnyStage:
     if not _trains_own(stage):
         return stage
     lora = {
@@ -198,25 +233,22 @@ def _with_adapters(stage: AnyStage, options: Adapt, scale: float | None) -> AnyS
         "targets": "attention" if isinstance(stage, AlignStage) else "all",
     }
     kept = {name: rate for name, rate in stage.learning_rates.trained().items() if name not in OWN}
-    rate = float(f"{options.lora_rate * min(scale or 1.0, MOST):.3g}")
-    return changed(stage, lora=lora, learning_rates=kept | {"lora": rate})
+    return changed(stage, lora=lora, learning_rates=kept | {"lora": options.lora_rate})
 
 
-def _adapters(stage: Stage, scale: float | None) -> str:
+def _adapters(stage: Stage) -> str:
     assert stage.lora is not None
     rate, lora = f"{stage.learning_rates.lora:g}", stage.lora
     kind = "" if lora.variant == "lora" else f"{lora.variant}, "
     alpha = "" if lora.alpha == lora.rank else f" and alpha {lora.alpha:g}"
-    known = "a run measures their scale" if scale is None else f"of scale {scale:.2f}"
-    adapters = f"{kind}rank {lora.rank}{alpha} on {lora.targets} at {rate}"
-    return f"lora: {adapters}, in place of the base's own weights ({known})"
+    return f"lora: {kind}rank {lora.rank}{alpha} on {lora.targets} at {rate}, in place of the base's own weights"
 
 
-def _said(before: AnyStage, after: AnyStage, room: int, scale: float | None) -> str:
+def _said(before: AnyStage, after: AnyStage, room: int) -> str:
     """The changes, as fields of a recipe: `batch_size: 2 in place of 8, …, to fit …`."""
     fields = []
     if after.lora is not None and before.lora is None:
-        fields.append(_adapters(after, scale))
+        fields.append(_adapters(after))
     for name in ("layerwise", "batch_size", "grad_accumulation", "gradient_checkpointing"):
         old, new = getattr(before, name, None), getattr(after, name, None)
         if old != new:

@@ -102,6 +102,29 @@ def test_windows_of_further_mixers_fit_as_well_and_a_window_of_all_tokens_stays(
     assert said == ("mixers.far.window: 128 in place of 512, because the base was made for 1,024 tokens",)
 
 
+@pytest.mark.parametrize(("sliding", "window"), [(15, 1024), (9, 1024), (8, 256), (18, 256)])
+@pytest.mark.parametrize("context", [32768, 2048])
+def test_where_few_layers_see_all_tokens_each_linear_one_gets_the_longer_window(
+    sliding: int, window: int, context: int
+) -> None:
+    """As in Gemma 3, where they carry all that is farther back. If every layer has a window, there are no such few. The
+    rows of every stage leave the longer window, and a step has as many tokens."""
+    kinds = ["sliding_attention"] * sliding + ["full_attention"] * (18 - sliding)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 128, "sliding_window": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 18}
+    base = CONFIG_MAPPING["gemma3_text"](**sizes, **heads, layer_types=kinds, max_position_embeddings=context)
+    plan, written = make_plan(load(DEFAULT), base), load(DEFAULT)
+    fitted = min(window, context // 4)
+    assert plan.linearization["mixers"]["main"]["window"] == fitted
+    why = f"because {sliding} of the base's 18 layers have windows of their own"
+    assert (f"mixer.window: {fitted} in place of 256, {why}" in plan.adapted) == (window != 256)
+    assert all(stage.seq_len > fitted + 4 for stage in plan.recipe_stages)
+    assert [stage.step_tokens for stage in plan.recipe_stages] == [stage.step_tokens for stage in written.stages]
+    for unchanged in ({"adapt": None}, {"layers": "all"}):
+        as_written = make_plan(written.model_copy(update=unchanged), base)
+        assert as_written.linearization["mixers"]["main"]["window"] == 256
+
+
 def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> None:
     plan = make_plan(load(DEFAULT, ALL_WEIGHTS), config("smollm2-135m", max_position_embeddings=3000))
     assert [stage.seq_len for stage in plan.recipe_stages] == [2048, 1024, 2048]
@@ -187,7 +210,8 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, tra
     assert distill.lora is not None
     assert distill.lora.targets == "all"
     assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": rate}
-    said = f"stages[1].lora: rank 32 on all at {rate:g}, in place of the base's own weights (of scale {scale:.2f})"
+    assert plan.adapted[0] == f"adapt.lora_rate: {rate:g}, because the base's weights have a scale of {scale:.2f}"
+    said = f"stages[1].lora: rank 32 on all at {rate:g}, in place of the base's own weights"
     assert any(said in sentence for sentence in plan.adapted)
     if trained == "adapters":
         assert align.lora is not None
@@ -198,15 +222,16 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, tra
 @pytest.mark.parametrize(
     ("scale", "rate", "said"),
     [
-        (0.1, 1.07e-5, "of scale 0.10"),
-        (40.0, 5.35e-4, "of scale 40.00"),
-        (None, 1.07e-4, "a run measures their scale"),
+        (0.1, 1.07e-5, "1.07e-05, because the base's weights have a scale of 0.10"),
+        (40.0, 5.35e-4, "0.000535, because the base's weights have a scale of 40.00"),
+        (None, 1.07e-4, "0.000107 times the scale of the base's weights, which a run measures"),
     ],
 )
 def test_the_rate_of_adapters_follows_the_scale_of_the_weights(scale: float | None, rate: float, said: str) -> None:
     plan = make_plan(load(DEFAULT), config("smollm2-135m"), scale=scale)
     assert [stage.learning_rates.lora for stage in plan.recipe_stages] == [pytest.approx(rate)] * 3
-    assert all(f"at {rate:g}, in place of the base's own weights ({said})" in sentence for sentence in plan.adapted)
+    assert plan.adapted[0] == f"adapt.lora_rate: {said}"
+    assert all(f"at {rate:g}, in place of the base's own weights" in sentence for sentence in plan.adapted[1:])
 
 
 @pytest.mark.parametrize("shape", ["smollm2-135m", "llama-3.2-1b"])

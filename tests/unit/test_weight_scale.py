@@ -101,7 +101,7 @@ def test_a_run_a_plan_and_a_single_stage_have_the_same_rate(
     )
     adapt = ["--set", "adapt={hidden_size: 16}"]
     assert main.main(["plan", "recipe.yaml", *adapt, "--json"]) == 0
-    assert f"(of scale {scale:.2f})" in json.loads(capsys.readouterr().out)["adapted"][0]
+    assert f"have a scale of {scale:.2f}" in json.loads(capsys.readouterr().out)["adapted"][0]
     assert main.main(["run", "recipe.yaml", "--out", "out", *adapt, "--set", "when_worse=ignore"]) == 0
     assert main.main(["convert", "base", "converted", "--layers", "all"]) == 0
     assert main.main(["train", "recipe.yaml", "--stage", "1", "--model", "converted", "--out", "alone", *adapt]) == 0
