@@ -90,9 +90,16 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     Unchanged if the recipe has no `adapt`."""
     if recipe.adapt is None:
         return specs, ()
-    context = context_length(base_config)
+    fitted, shorter = _fit_to_context(recipe, specs, context_length(base_config))
+    fitted, longer = _fit_to_sliding(base_config, fitted)
+    return fitted, (*shorter, *longer)
+
+
+def _fit_to_context(recipe: Recipe, specs: dict[str, Any], context: int | None) -> tuple[dict[str, Any], list[str]]:
+    if context is None:
+        return specs, []
     fitted, sentences = dict(specs), []
-    for name, spec in specs.items() if context is not None else ():
+    for name, spec in specs.items():
         where, at_least = "mixer" if name == MAIN else f"mixers.{name}", WINDOWS
         if name == LONG and recipe.long_windows is not None:
             where, at_least = "layers.long_windows", LONG_WINDOWS
@@ -101,13 +108,19 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
             fitted[name] = spec | {"window": most}
             why = f"because the base was made for {context:,} tokens"
             sentences.append(f"{where}.window: {most} in place of {spec['window']}, {why}")
+    return fitted, sentences
+
+
+def _fit_to_sliding(base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     depth, sliding = base_config.num_hidden_layers, sum(window is not None for window in own_windows(base_config))
-    if LONG in fitted and depth / 2 <= sliding < depth and 0 < fitted[MAIN]["window"] < fitted[LONG]["window"]:
-        window, long = fitted[MAIN]["window"], fitted[LONG]["window"]
-        fitted[MAIN] = fitted[MAIN] | {"window": long}
-        why = f"because {sliding} of the base's {depth} layers have windows of their own"
-        sentences.append(f"mixer.window: {long} in place of {window}, {why}")
-    return fitted, tuple(sentences)
+    if LONG not in specs or not depth / 2 <= sliding < depth:
+        return specs, []
+    window, long = specs[MAIN]["window"], specs[LONG]["window"]
+    if not 0 < window < long:
+        return specs, []
+    why = f"because {sliding} of the base's {depth} layers have windows of their own"
+    said = f"mixer.window: {long} in place of {window}, {why}"
+    return specs | {MAIN: specs[MAIN] | {"window": long}}, [said]
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:
