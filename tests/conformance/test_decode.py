@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from folders import shared_folder
 from tiny import save_tiny_base
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, TextStreamer
@@ -35,7 +34,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
     """Three layers, of which the one numbered `softmax` stays softmax."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
     plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
-    base = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+    base = save_tiny_base(family, shared_folder(f"tiny-{family}"), tokenizer=False)
     model = linearize_base(base, plan, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -69,7 +68,7 @@ def test_a_ring_is_full_partly_full_or_has_one_token_at_the_start(model: Any, in
 
 def test_steps_are_fused_on_a_cpu_if_all_linear_layers_have_the_fused_step() -> None:
     mixers = {name: resolve_spec({"type": name, "window": 5, "sinks": 2}) for name in ("gla", "mamba2")}
-    base = save_tiny_base("llama", Path(tempfile.mkdtemp(prefix="tiny-mixed-")), tokenizer=False)
+    base = save_tiny_base("llama", shared_folder("tiny-mixed"), tokenizer=False)
     for layers, said in ((["gla", "softmax", "gla"], ", fused"), (["gla", "softmax", "mamba2"], "")):
         plan = {"format": 2, "mixers": {name: mixers[name] for name in layers if name in mixers}, "layers": layers}
         model = linearize_base(base, plan, dtype=torch.float32).eval()

@@ -6,13 +6,13 @@ Run as a script, it compiles the step of several sizes for sm_90, which needs th
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from folders import shared_folder
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,7 +171,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
     """Three layers, of which the one numbered `softmax` stays softmax, and a memory with weight."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
     plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
-    checkpoint = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+    checkpoint = save_tiny_base(family, shared_folder(f"tiny-{family}"), tokenizer=False)
     model = linearize_base(checkpoint, plan, dtype=torch.float32).to(DEVICE).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from folders import shared_folder
 from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,14 +20,10 @@ LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
 PROMPT = 5  # tokens of each document that are not learned
 
 
-homes: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
-
-
 @functools.cache
 def folder(layers: str = "linear", family: str = "llama", **spec: str) -> Path:
     """A tiny linearized checkpoint beside its `base`; tests must not write to it."""
-    homes.append(tempfile.TemporaryDirectory(prefix="liger-test-"))
-    home = Path(homes[-1].name)
+    home = shared_folder("liger-test")
     base = save_tiny_base(family, home / "base")
     mixer = resolve_spec({"window": 6, "sinks": 2} | spec)
     plan = {"format": 2, "mixers": {"main": mixer}, "layers": LAYERS[layers]}

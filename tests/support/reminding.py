@@ -10,11 +10,11 @@ from __future__ import annotations
 import atexit
 import functools
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from folders import shared_folder
 from served import SIZES
 from tiny import save_tiny_base, tiny_tokenizer
 from tiny_models import linearization, moved_off_start
@@ -70,7 +70,7 @@ def trained_export(layers: str, mixer: str) -> Path:
     A softmax layer that learns takes the memory's place. So a hybrid begins with the weights of the linear model, and
     its softmax layer's stay as they are.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"trained-{layers}-{mixer}-"))
+    folder = shared_folder(f"trained-{layers}-{mixer}")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = _build(folder / "base", layers, mixer)
     if layers == "linear":

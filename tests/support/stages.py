@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from folders import shared_folder
 from tiny import save_tiny_base
 
 from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
@@ -54,7 +54,7 @@ def folders(family: str = "llama", **changes: Any) -> tuple[Path, Path]:
 
 @functools.cache
 def _folders(family: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Path]:
-    folder, of_config = Path(tempfile.mkdtemp(prefix="liger-test-")), dict(changes)
+    folder, of_config = shared_folder("liger-test"), dict(changes)
     spec = resolve_spec({"window": 6, "sinks": 2, **MIXERS[of_config.pop("mixer", "gla")]}, "mixer")
     base = save_tiny_base(family, folder / "base", tokenizer=False, **of_config)
     linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}

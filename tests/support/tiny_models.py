@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from folders import shared_folder
 from tiny import save_tiny_base
 
 from liger_convert.mixers import resolve_spec
@@ -30,7 +30,7 @@ def linearization(layers: list[str] = LAYERS, **spec: Any) -> dict[str, Any]:
 
 @functools.cache
 def base_folder(family: str) -> Path:
-    return save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+    return save_tiny_base(family, shared_folder(f"tiny-{family}"), tokenizer=False)
 
 
 def build(family: str, layers: list[str] = LAYERS, **spec: Any) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import io
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from folders import shared_folder
 from pairs import quick_pairs
 from rich.console import Console
 from tiny import save_tiny_base, tiny_tokenizer
@@ -44,7 +44,7 @@ def copier(layer: int = COPIES) -> Path:
     code, hidden = 32, 64  # the first half of a hidden state is the token's code, the second that of the one before
     folder = save_tiny_base(
         "llama",
-        Path(tempfile.mkdtemp(prefix="tiny-copier-")),
+        shared_folder("tiny-copier"),
         tokenizer=False,
         vocab_size=VOCAB,
         hidden_size=hidden,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cramped import cramped
+from folders import shared_folder
 from rich.console import Console
 from tiny import save_tiny_base, tiny_config, tiny_tokenizer
 
@@ -139,7 +139,7 @@ def test_on_a_base_of_a_tiny_context_adapt_leaves_them_out() -> None:
 
 @pytest.fixture(scope="module")
 def base() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="tiny-llama-"))
+    folder = shared_folder("tiny-llama")
     return save_tiny_base("llama", folder, tokenizer=False, num_hidden_layers=4)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from folders import shared_folder
 from safetensors.torch import load_file, save_file
 from stages import folders, make_stage, result_bytes, train
 
@@ -38,7 +38,7 @@ def stage(variant: Any, **changes: Any) -> Any:
 @functools.cache
 def trained(variant: Any) -> Path:
     """The result of a stage."""
-    out = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    out = shared_folder("liger-test")
     train(stage(variant), out)
     return out / "result"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from folders import shared_folder
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
@@ -30,7 +30,7 @@ FAMILIES = ["llama", "phi3", "mixtral", "qwen3_moe", "olmoe"]
 
 @functools.cache
 def linearized(family: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    folder = shared_folder("liger-test")
     base = save_tiny_base(family, folder / "base")
     spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
     linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
@@ -49,7 +49,7 @@ def _trained(family: str, number: int, fields: tuple[tuple[str, Any], ...]) -> P
     stage = FinetuneStage(data="text", tokens=4 * 2 * 16, seq_len=16, batch_size=2, warmup_ratio=0.0, **dict(fields))
     rng = np.random.default_rng(number)
     documents = [Document(rng.integers(3, 101, 40).astype(np.int32), np.ones(40, bool), 40) for _ in range(4)]
-    out = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    out = shared_folder("liger-test")
     model = linearized(family)
     dataset = pack(documents, 16, stage.tokens)
     device = torch.device("cpu")

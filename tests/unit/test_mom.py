@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from folders import shared_folder
 from tiny import save_tiny_base
 from torch import Tensor
 from transformers import DynamicCache
@@ -32,7 +32,7 @@ every_inner = pytest.mark.parametrize("inner", INNER)
 
 @functools.cache
 def base() -> Path:
-    return save_tiny_base("llama", Path(tempfile.mkdtemp(prefix="tiny-llama-")), tokenizer=False)
+    return save_tiny_base("llama", shared_folder("tiny-llama"), tokenizer=False)
 
 
 def build(**spec: Any) -> Any:

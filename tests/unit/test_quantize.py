@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from clients import folder
+from folders import shared_folder
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
@@ -39,14 +39,12 @@ MAPS = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for
 WEIGHTS = {f"model.layers.{i}.{name}.weight" for i in range(3) for name in MAPS}
 STEP = {"int8": 1.0, "fp8": 32.0}  # between numbers next to each other where they are largest, in scales
 LARGEST = {"int8": 127.5, "fp8": 448.0}
-homes: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
 
 
 @functools.cache
 def model_dir() -> Path:
     """A tiny model whose memory matters, as after merging: in float32, with its tokenizer."""
-    homes.append(tempfile.TemporaryDirectory(prefix="liger-test-"))
-    home = Path(homes[-1].name)
+    home = shared_folder("liger-test")
     base = save_tiny_base("llama", home / "base", initializer_range=0.1)
     plan = linearization(["main", "softmax", "main"], type="gla", window=6, sinks=2)
     moved_off_start(linearize_base(base, plan, dtype=torch.float32)).save_pretrained(home / "model")

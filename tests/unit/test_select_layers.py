@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import math
-import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cramped import cramped
+from folders import shared_folder
 from pairs import quick_pairs
 from rich.console import Console
 from tiny import save_tiny_base, tiny_tokenizer
@@ -48,7 +48,7 @@ def _little_to_calibrate_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def base_folder(family: str) -> Path:
-    return save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+    return save_tiny_base(family, shared_folder(f"tiny-{family}"), tokenizer=False)
 
 
 def linearized(family: str, layers: str, mixer: str) -> Any:
