@@ -55,9 +55,9 @@ class Size:
 
 
 # Small enough that a measurement takes little time compared to a stage. An idle CPU measures about 8 models of 135M
-# parameters per minute; a GPU measures one in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach
-# far beyond the default window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU can afford more
-# rows, so its means vary less from one text to another.
+# parameters per minute; a GPU measures one in seconds. A repetition of 256 tokens, as in reports, lies within a window
+# of 256: it tells what a stage did to copying as such. If it reached the memory, a stage that teaches the memory could
+# excuse worse text. A GPU can afford more rows, so its means vary less from one text to another.
 SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
 
 
