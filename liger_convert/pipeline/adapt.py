@@ -8,8 +8,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
   as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
   with it.
 - If at least half of the base's layers have sliding windows of their own, as in Gemma 3, the few others carry all that
-  is farther back. So each of them that becomes linear gets the window of `layers.long_windows`. Rows that would no
-  longer leave the window become longer, and a step gets fewer of them.
+  is farther back. So a fraction of `layers.softmax_auto` keeps at least a tenth of all layers, and each of the few that
+  becomes linear gets the window of `layers.long_windows`. Rows that would no longer leave the window become longer, and
+  a step gets fewer of them.
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate is proportional to
   the scale of the base's weights (`io.weight_scale`). Adam moves every entry of an adapter by about the rate, whatever
@@ -39,6 +40,7 @@ from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
 WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many windows, or longer windows
+FAR = 0.1  # of all layers that see all tokens: the smallest fraction that kept what is far back (docs/results.md)
 MOST = 5.0  # the largest scale of weights that raises the adapters' rate in proportion; no base tried has more
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
@@ -95,6 +97,21 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     return fitted, (*shorter, *longer)
 
 
+def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...]]:
+    """`recipe` with as many softmax layers as a base needs of whose layers most have windows of their own, and a
+    sentence for the change. Unchanged if the recipe has no `adapt`, or does not choose a fraction of the layers."""
+    depth, sliding = _sliding(base_config)
+    fraction, full = recipe.softmax_auto, depth - sliding
+    if recipe.adapt is None or fraction is None or fraction >= 1 or sliding < full:
+        return recipe, ()
+    least = min(round(FAR * depth), full - 1)
+    if int(fraction * full) >= least:
+        return recipe, ()
+    why = f"because {sliding} of the base's {depth} layers have windows of their own"
+    said = f"layers.softmax_auto: {least} of the other {full} in place of {fraction:g}, {why}"
+    return recipe.with_softmax_auto(least), (said,)
+
+
 def _fit_to_context(recipe: Recipe, specs: dict[str, Any], context: int | None) -> tuple[dict[str, Any], list[str]]:
     if context is None:
         return specs, []
@@ -112,7 +129,7 @@ def _fit_to_context(recipe: Recipe, specs: dict[str, Any], context: int | None) 
 
 
 def _fit_to_sliding(base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    depth, sliding = base_config.num_hidden_layers, sum(window is not None for window in own_windows(base_config))
+    depth, sliding = _sliding(base_config)
     if LONG not in specs or not depth / 2 <= sliding < depth:
         return specs, []
     window, long = specs[MAIN]["window"], specs[LONG]["window"]
@@ -121,6 +138,12 @@ def _fit_to_sliding(base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, 
     why = f"because {sliding} of the base's {depth} layers have windows of their own"
     said = f"mixer.window: {long} in place of {window}, {why}"
     return specs | {MAIN: specs[MAIN] | {"window": long}}, [said]
+
+
+def _sliding(base_config: Any) -> tuple[int, int]:
+    """How many layers the base has, and how many of them have a sliding window of its own."""
+    windows = own_windows(base_config)
+    return len(windows), sum(window is not None for window in windows)
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:

@@ -242,6 +242,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         specs[LONG] = resolve_spec(recipe.mixer.to_dict() | {"window": recipe.long_windows.window}, "mixer")
     window = specs[MAIN]["window"]
     specs, fitted = adapt.fit_windows(recipe, base_config, specs)
+    recipe, kept = adapt.fit_layers(recipe, base_config)
     windows_of_main = window, specs[MAIN]["window"]
     if recipe.long_windows is not None and not _is_longer(specs):
         window, long = specs[MAIN]["window"], specs[LONG]["window"]
@@ -312,7 +313,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         memory_for=_machine(device, processes, shards) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(sliding),
         undecided_windows=layers.count(LONG) if recipe.measures_windows else 0,
-        adapted=(*fitted, *adapted),
+        adapted=(*kept, *fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and created layer by layer

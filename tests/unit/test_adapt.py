@@ -30,6 +30,11 @@ def config(shape: str, **fields: Any) -> Any:
     return CONFIG_MAPPING[values.pop("model_type")](**values)
 
 
+def hybrid(**fields: Any) -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 128, "sliding_window": 512}
+    return CONFIG_MAPPING["gemma3_text"](**sizes, num_attention_heads=4, num_key_value_heads=1, **fields)
+
+
 def recipe(**stage: Any) -> Recipe:
     common = {"data": "text", "tokens": 10**6, "seq_len": 1024, "batch_size": 8, "concat_documents": True}
     rates = {"mixer": 1e-3, "attention": 3e-4, "body": 6e-5}
@@ -110,9 +115,7 @@ def test_where_few_layers_see_all_tokens_each_linear_one_gets_the_longer_window(
     """As in Gemma 3, where they carry all that is farther back. If every layer has a window, there are no such few. The
     rows of every stage leave the longer window, and a step has as many tokens."""
     kinds = ["sliding_attention"] * sliding + ["full_attention"] * (18 - sliding)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 128, "sliding_window": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 18}
-    base = CONFIG_MAPPING["gemma3_text"](**sizes, **heads, layer_types=kinds, max_position_embeddings=context)
+    base = hybrid(layer_types=kinds, num_hidden_layers=18, max_position_embeddings=context)
     plan, written = make_plan(load(DEFAULT), base), load(DEFAULT)
     fitted = min(window, context // 4)
     assert plan.linearization["mixers"]["main"]["window"] == fitted
@@ -123,6 +126,25 @@ def test_where_few_layers_see_all_tokens_each_linear_one_gets_the_longer_window(
     for unchanged in ({"adapt": None}, {"layers": "all"}):
         as_written = make_plan(written.model_copy(update=unchanged), base)
         assert as_written.linearization["mixers"]["main"]["window"] == 256
+
+
+@pytest.mark.parametrize(
+    ("depth", "full", "fraction", "kept"),
+    [(18, 3, 0.25, 2), (26, 13, 0.25, 3), (62, 10, 0.25, 6), (62, 10, 0.7, 7), (18, 3, 1, 1), (12, 8, 0.2, 1)],
+)
+def test_where_few_layers_see_all_tokens_at_least_a_tenth_of_all_layers_still_do(
+    depth: int, full: int, fraction: float, kept: int
+) -> None:
+    """A fraction of few layers would be next to none. A number is taken as it is."""
+    kinds = ["full_attention"] * full + ["sliding_attention"] * (depth - full)
+    base = hybrid(layer_types=kinds, num_hidden_layers=depth)
+    plan = make_plan(load(DEFAULT, [f"layers.softmax_auto={fraction}"]), base)
+    assert plan.undecided == kept
+    why = f"because {depth - full} of the base's {depth} layers have windows of their own"
+    said = f"layers.softmax_auto: {kept} of the other {full} in place of {fraction}, {why}"
+    assert (said in plan.adapted) == (kept > fraction * full)
+    as_written = make_plan(load(DEFAULT, [f"layers.softmax_auto={fraction}", "adapt=null"]), base)
+    assert as_written.undecided == max(1, int(fraction * full) if fraction < 1 else fraction)
 
 
 def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> None:
