@@ -1,12 +1,12 @@
-"""Read before any test module: what has to be set before Triton is imported."""
+"""What has to be set before Triton is imported, which any test module may do, and what goes when the tests end."""
 
 import os
 
 import torch
 from folders import remove_shared_folders
 
-# Triton reads this when it is imported, which any test module may do first. Tests that compile for a GPU run as scripts
-# in processes of their own, see support/compiled.py.
+# Triton reads this when it is imported. Tests that compile for a GPU run as scripts in processes of their own, see
+# support/compiled.py.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
