@@ -251,15 +251,10 @@ class Recipe(Strict):
             windows = LongWindows(layers=long, window=windows.window)
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax, long_windows=windows)})
 
-    def with_softmax_auto(self, count: int) -> Recipe:
-        """This recipe with so many softmax layers, chosen by measurement."""
+    def with_layer_choice(self, **fields: Any) -> Recipe:
+        """This recipe with other values in these fields of its choice of layers."""
         assert isinstance(self.layers, LayerChoice)
-        return self.model_copy(update={"layers": self.layers.model_copy(update={"softmax_auto": count})})
-
-    def without_long_windows(self) -> Recipe:
-        """This recipe with the window of `mixer` in all linear layers."""
-        assert isinstance(self.layers, LayerChoice)
-        return self.model_copy(update={"layers": self.layers.model_copy(update={"long_windows": None})})
+        return self.model_copy(update={"layers": self.layers.model_copy(update=fields)})
 
     @property
     def stage_names(self) -> list[str]:

@@ -8,9 +8,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
   as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
   with it.
 - If at least half of the base's layers have sliding windows of their own, as in Gemma 3, the few others carry all that
-  is farther back. So a fraction of `layers.softmax_auto` keeps at least a tenth of all layers, and each of the few that
-  becomes linear gets the window of `layers.long_windows`. Rows that would no longer leave the window become longer, and
-  a step gets fewer of them.
+  is farther back. So a fraction of `layers.softmax_auto` keeps at least a tenth of all layers, chosen by copying, and
+  each of the few that becomes linear gets the window of `layers.long_windows`. Rows that would no longer leave the
+  window become longer, and a step gets fewer of them.
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate is proportional to
   the scale of the base's weights (`io.weight_scale`). Adam moves every entry of an adapter by about the rate, whatever
@@ -98,18 +98,21 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
 
 
 def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...]]:
-    """`recipe` with as many softmax layers as a base needs of whose layers most have windows of their own, and a
-    sentence for the change. Unchanged if the recipe has no `adapt`, or does not choose a fraction of the layers."""
+    """`recipe` with a choice of softmax layers for a base of whose layers most have windows of their own, and a
+    sentence for each change. Unchanged if the recipe has no `adapt`, or chooses no layers by measurement."""
     depth, sliding = _sliding(base_config)
-    fraction, full = recipe.softmax_auto, depth - sliding
-    if recipe.adapt is None or fraction is None or fraction >= 1 or sliding < full:
+    share, full = recipe.softmax_auto, depth - sliding
+    if recipe.adapt is None or share is None or not full <= sliding < depth:
         return recipe, ()
+    changes: dict[str, Any] = {}
     least = min(round(FAR * depth), full - 1)
-    if int(fraction * full) >= least:
-        return recipe, ()
+    if share < 1 and int(share * full) < least:
+        changes["softmax_auto"] = (least, f"{least} of the other {full} in place of {share:g}")
+    if recipe.selected_by == "kl":  # its rows are too short to show what is lost behind the windows
+        changes["select"] = ("copy", "copy in place of kl")
     why = f"because {sliding} of the base's {depth} layers have windows of their own"
-    said = f"layers.softmax_auto: {least} of the other {full} in place of {fraction:g}, {why}"
-    return recipe.with_softmax_auto(least), (said,)
+    sentences = tuple(f"layers.{field}: {said}, {why}" for field, (_, said) in changes.items())
+    return recipe.with_layer_choice(**{field: value for field, (value, _) in changes.items()}), sentences
 
 
 def _fit_to_context(recipe: Recipe, specs: dict[str, Any], context: int | None) -> tuple[dict[str, Any], list[str]]:

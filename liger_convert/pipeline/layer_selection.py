@@ -169,7 +169,7 @@ def select_layers(
     `documents`."""
     count, length = plan.undecided, span(plan)
     dtype = compute_dtype(switch.device, recipe.precision)
-    exchange = recipe.selected_by == "copy"
+    exchange = plan.selected_by == "copy"
     if exchange:
         measure = copying(switch, tokenizer, documents, length, dtype)
     else:

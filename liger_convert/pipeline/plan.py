@@ -55,7 +55,7 @@ class Plan:
     writes: what each step of a run writes, see `disk_estimate.py`.
     undecided, undecided_windows: number of softmax layers, and of layers with a longer window, that a run has yet to
         choose. Other layers stand for them in `linearization`, and all sizes are right unless the base's layers differ
-        in their own windows.
+        in their own windows. selected_by: how the softmax layers are chosen: copy, kl or gates.
     recipe_stages: the recipe's stages as they are trained. adapted: a sentence for each change that `adapt` made to
         the recipe to fit this base and this machine.
     """
@@ -79,6 +79,7 @@ class Plan:
     writes: tuple[disk_estimate.Written, ...]
     undecided: int = 0
     undecided_windows: int = 0
+    selected_by: str = "copy"
     adapted: tuple[str, ...] = ()
     recipe_stages: tuple[Stage, ...] = ()
 
@@ -250,7 +251,10 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         why = f"{long} is not longer than {shorter} mixer.window"
         if recipe.adapt is None or not fitted:
             raise BadInput(f"layers.long_windows.window: {why}")
-        recipe, fitted = recipe.without_long_windows(), (*fitted, f"layers.long_windows: left out, because {why}")
+        recipe, fitted = (
+            recipe.with_layer_choice(long_windows=None),
+            (*fitted, f"layers.long_windows: left out, because {why}"),
+        )
     windows = own_windows(base_config)
     sliding = _sliding(windows)
     layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
@@ -313,6 +317,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         memory_for=_machine(device, processes, shards) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(sliding),
         undecided_windows=layers.count(LONG) if recipe.measures_windows else 0,
+        selected_by=recipe.selected_by,
         adapted=(*kept, *fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
@@ -365,9 +370,9 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
     return sentences
 
 
-def measured_in_parts(made: Plan, room: int | None, selected_by: str, gpus: int = 1) -> list[str]:
+def measured_in_parts(made: Plan, room: int | None, gpus: int = 1) -> list[str]:
     """A sentence for each measurement of a run whose models take more than `room`, the bytes of a GPU's memory (None:
-    there is no GPU). selected_by: how undecided layers are chosen. gpus: how many the layers may be spread over."""
+    there is no GPU). gpus: how many the layers may be spread over."""
     size, sentences = made.memory_bytes["inference"], []
     copied = "stay in host memory and are copied to the GPU in every pass, which is slower"
     spread = f"are spread over up to {gpus} GPUs"
@@ -381,7 +386,7 @@ def measured_in_parts(made: Plan, room: int | None, selected_by: str, gpus: int 
         needed = f"choosing layers needs the base and the model at once, {decimal(2 * size)}"
         what = f"{needed}, but the GPU has {decimal(room)}"
         how = f"layers of both {spread if 2 * size <= gpus * room else copied}"
-        if selected_by == "gates":
+        if made.selected_by == "gates":
             how = "the backward pass needs both whole; set select: kl or copy, or name the softmax layers in `layers`"
         sentences.append(f"{what}: {how}")
     return sentences

@@ -72,9 +72,9 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite, processe
             said = f"{teacher.document_tokens} is more than the {positions} tokens that the base supports"
             warnings.append(f"data.{name}.document_tokens: {said}")
     choices = len(plan.layers) - len(plan.sliding)
-    if recipe.selected_by != "copy" and 0 < SPARSE * plan.undecided < choices:
+    if plan.selected_by != "copy" and 0 < SPARSE * plan.undecided < choices:
         few = f"with so few softmax layers ({plan.undecided} of {choices})"
-        seen = f"{recipe.selected_by} has lost recall from far back in our runs, and copy has kept it"
+        seen = f"{plan.selected_by} has lost recall from far back in our runs, and copy has kept it"
         warnings.append(f"layers.select: {few}, {seen}")
     lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
@@ -87,7 +87,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite, processe
     warnings += wider_windows(plan)
     warnings += too_large(plan, room, recipe.sharding)
     gpus = len(gpus_for(device)) if processes in (None, 1) else 1
-    return warnings + measured_in_parts(plan, room, recipe.selected_by, gpus)
+    return warnings + measured_in_parts(plan, room, gpus)
 
 
 def wider_windows(plan: Plan) -> list[str]:

@@ -65,7 +65,7 @@ def choose_layers(
     if not (plan.undecided or plan.undecided_windows):  # a fraction of few layers is none
         return Chosen(plan, None, None)
     softmax, windows = None, None
-    by_gates = bool(plan.undecided) and recipe.selected_by == "gates"
+    by_gates = bool(plan.undecided) and plan.selected_by == "gates"
     with show_progress("select-layers: calibration") as report:
         report(0, None)
         switch = make_switch(recipe, plan, base_dir, documents, device, trains=by_gates)

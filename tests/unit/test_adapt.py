@@ -135,7 +135,8 @@ def test_where_few_layers_see_all_tokens_each_linear_one_gets_the_longer_window(
 def test_where_few_layers_see_all_tokens_at_least_a_tenth_of_all_layers_still_do(
     depth: int, full: int, fraction: float, kept: int
 ) -> None:
-    """A fraction of few layers would be next to none. A number is taken as it is."""
+    """A fraction of few layers would be next to none. A number is taken as it is. The layers are chosen by copying,
+    because the rows of KL lie within the windows."""
     kinds = ["full_attention"] * full + ["sliding_attention"] * (depth - full)
     base = hybrid(layer_types=kinds, num_hidden_layers=depth)
     plan = make_plan(load(DEFAULT, [f"layers.softmax_auto={fraction}"]), base)
@@ -143,8 +144,12 @@ def test_where_few_layers_see_all_tokens_at_least_a_tenth_of_all_layers_still_do
     why = f"because {depth - full} of the base's {depth} layers have windows of their own"
     said = f"layers.softmax_auto: {kept} of the other {full} in place of {fraction}, {why}"
     assert (said in plan.adapted) == (kept > fraction * full)
+    few = depth - full >= full
+    assert plan.selected_by == ("copy" if few else "kl")
+    assert (f"layers.select: copy in place of kl, {why}" in plan.adapted) == few
     as_written = make_plan(load(DEFAULT, [f"layers.softmax_auto={fraction}", "adapt=null"]), base)
     assert as_written.undecided == max(1, int(fraction * full) if fraction < 1 else fraction)
+    assert as_written.selected_by == "kl"
 
 
 def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> None:

@@ -124,17 +124,17 @@ def test_what_is_measured_in_parts_is_said_beforehand():
     """The plan also says what needs two models at once. Gates need that, which is impossible on this GPU."""
     made, open_made = plan(), plan(layers={"softmax_auto": 1})
     size = made.memory_bytes["inference"]
-    assert measured_in_parts(made, None, "copy") == measured_in_parts(made, size, "copy") == []
-    (said,) = measured_in_parts(made, size - 1, "copy")
+    assert measured_in_parts(made, None) == measured_in_parts(made, size) == []
+    (said,) = measured_in_parts(made, size - 1)
     assert "some layers stay in host memory and are copied to the GPU in every pass" in said
-    (said,) = measured_in_parts(made, size - 1, "copy", gpus=2)
+    (said,) = measured_in_parts(made, size - 1, gpus=2)
     assert said.endswith("its layers are spread over up to 2 GPUs")
-    (said,) = measured_in_parts(made, size // 2 - 1, "copy", gpus=2)
+    (said,) = measured_in_parts(made, size // 2 - 1, gpus=2)
     assert "some layers stay in host memory" in said
     room = open_made.memory_bytes["inference"]
-    (said,) = measured_in_parts(open_made, room, "copy", gpus=2)
+    (said,) = measured_in_parts(open_made, room, gpus=2)
     assert said.endswith("layers of both are spread over up to 2 GPUs")
     for how, what in {"copy": "stay in host", "kl": "stay in host", "gates": "set select: kl"}.items():
-        (said,) = measured_in_parts(open_made, room, how)
+        (said,) = measured_in_parts(plan(layers={"softmax_auto": 1, "select": how}), room)
         assert said.startswith("choosing layers needs the base and the model at once")
         assert what in said
