@@ -251,10 +251,8 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         why = f"{long} is not longer than {shorter} mixer.window"
         if recipe.adapt is None or not fitted:
             raise BadInput(f"layers.long_windows.window: {why}")
-        recipe, fitted = (
-            recipe.with_layer_choice(long_windows=None),
-            (*fitted, f"layers.long_windows: left out, because {why}"),
-        )
+        left_out = f"layers.long_windows: left out, because {why}"
+        recipe, fitted = recipe.with_layer_choice(long_windows=None), (*fitted, left_out)
     windows = own_windows(base_config)
     sliding = _sliding(windows)
     layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
