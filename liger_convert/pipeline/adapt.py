@@ -102,7 +102,7 @@ def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...
     sentence for each change. Unchanged if the recipe has no `adapt`, or chooses no layers by measurement."""
     depth, sliding = _sliding(base_config)
     share, full = recipe.softmax_auto, depth - sliding
-    if recipe.adapt is None or share is None or not full <= sliding < depth:
+    if recipe.adapt is None or share is None or not sliding:
         return recipe, ()
     changes: dict[str, Any] = {}
     least = min(round(FAR * depth), full - 1)
@@ -133,7 +133,7 @@ def _fit_to_context(recipe: Recipe, specs: dict[str, Any], context: int | None) 
 
 def _fit_to_sliding(base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     depth, sliding = _sliding(base_config)
-    if LONG not in specs or not depth / 2 <= sliding < depth:
+    if LONG not in specs or not sliding:
         return specs, []
     window, long = specs[MAIN]["window"], specs[LONG]["window"]
     if not 0 < window < long:
@@ -144,9 +144,11 @@ def _fit_to_sliding(base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _sliding(base_config: Any) -> tuple[int, int]:
-    """How many layers the base has, and how many of them have a sliding window of its own."""
+    """How many layers the base has, and how many of them have a sliding window of its own if at least half do, but not
+    all; else 0."""
     windows = own_windows(base_config)
-    return len(windows), sum(window is not None for window in windows)
+    depth, sliding = len(windows), sum(window is not None for window in windows)
+    return depth, sliding if depth / 2 <= sliding < depth else 0
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:
