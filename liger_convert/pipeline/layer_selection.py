@@ -48,8 +48,10 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 # How many texts are repeated for `copy`, and the batch size at which they are measured, in rows of `measures.ROW`
-# tokens. On a GPU, smaller batches would be bound by kernel launches.
+# tokens. A CPU takes fewer texts if they are long, but at least two. On a GPU, smaller batches would be bound by kernel
+# launches.
 DRAWS = {"cuda": 32, "cpu": 8}
+CPU_TOKENS = 4096
 BATCH = {"cuda": 16, "cpu": 4}
 LENGTH = 128  # least number of tokens of x; also at least two windows, so that the first half has left the window
 
@@ -196,6 +198,8 @@ def copying(switch: Switch, tokenizer: Any, documents: Sequence[Document], lengt
     """Measures by the loss on texts of `length` tokens that are repeated once."""
     kind = switch.device.type
     draws, batch_size = (sizes.get(kind, sizes["cuda"]) for sizes in (DRAWS, BATCH))
+    if kind == "cpu":
+        draws = max(2, min(draws, CPU_TOKENS // length))
     ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=draws))
 
     def measure(softmax: Collection[int]) -> CopyLosses:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_convert.config.recipe import build
 from liger_convert.data.documents import Document
+from liger_convert.eval import measures
 from liger_convert.eval.measures import copy_loss
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.io.checkpoint import load_config
@@ -257,6 +259,15 @@ def test_a_selection_shows_every_layer_and_every_choice() -> None:
     assert all(f"│ {i} " in text for i in range(3))
     assert all(f"+ {layer}" in text and f" {place}. " in text for place, (layer, _) in enumerate(found.path, 1))
     assert list(found.to_dict()) == ["softmax_layers", "base", "linear", "layers", "path"]
+
+
+@pytest.mark.parametrize(("length", "draws"), [(128, 8), (512, 8), (1024, 4), (2048, 2), (8192, 2)])
+def test_a_cpu_copies_fewer_texts_if_they_are_long(length: int, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[CopyMeasure] = []
+    monkeypatch.setattr(measures, "repetitions", lambda tokenizer, documents, measure: asked.append(measure))
+    for device, expected in ((CPU, draws), (torch.device("cuda"), 32)):
+        layer_selection.copying(SimpleNamespace(device=device), None, TEXT, length, torch.float32)
+        assert (asked[-1].length, asked[-1].draws) == (length, expected)
 
 
 def test_too_little_text_to_measure_on_is_refused() -> None:
