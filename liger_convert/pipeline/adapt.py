@@ -106,7 +106,7 @@ def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...
         return recipe, ()
     changes: dict[str, Any] = {}
     least = min(round(FAR * depth), full - 1)
-    if share < 1 and int(share * full) < least:
+    if share < 1 and max(1, int(share * full)) < least:
         changes["softmax_auto"] = (least, f"{least} of the other {full} in place of {share:g}")
     if recipe.selected_by == "kl":  # its rows are too short to show what is lost behind the windows
         changes["select"] = ("copy", "copy in place of kl")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.io.weight_scale import weight_scale
-from liger_convert.pipeline import card, convert, export, preflight, report, single_steps, stage_check
+from liger_convert.pipeline import adapt, card, convert, export, preflight, report, single_steps, stage_check
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs, parts_by_field
@@ -123,7 +123,9 @@ class RunSteps:
         if step is None:
             return self._undecided
         chosen = step["selection"]
-        return self._make_plan(self.recipe.with_layers(chosen["softmax_layers"], chosen.get("long_windows", [])))
+        made = self._make_plan(self.recipe.with_layers(chosen["softmax_layers"], chosen.get("long_windows", [])))
+        _, choice = adapt.fit_layers(self.recipe, self._base_config)  # why they were chosen as they were
+        return replace(made, adapted=(*choice, *made.adapted))
 
     @functools.cached_property
     def _undecided(self) -> Plan:
@@ -144,8 +146,11 @@ class RunSteps:
         return self.recipe.with_stages(self._planned.recipe_stages if recorded is None else recorded)
 
     def _make_plan(self, recipe: Recipe, number: int | None = None) -> Plan:
-        config = checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code)
-        return make_plan(recipe, config, number, scale=self._scale)
+        return make_plan(recipe, self._base_config, number, scale=self._scale)
+
+    @property
+    def _base_config(self) -> Any:
+        return checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
 
     @functools.cached_property
     def _scale(self) -> float | None:
@@ -176,10 +181,9 @@ class RunSteps:
     @functools.cached_property
     def _narrowed(self) -> tuple[suites.Suite, list[str]]:
         """The part of the suite that this run can measure, and notes on the rest."""
-        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
         return narrow(
             self.suite,
-            context=context_of(config),
+            context=context_of(self._base_config),
             tokenizer=self._tokenizer,
             data_dir=self._data_dir,
             has_other=self.recipe.other_source is not None,
@@ -225,13 +229,12 @@ class RunSteps:
         """Tries before the training what could fail after it, and returns warnings. The softmax layers need not be
         chosen yet."""
         suite, notes = self._narrowed
-        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
         with show_progress("preflight") as report:
             warnings = preflight.check(
                 self.recipe,
                 self._undecided if processes.count() == 1 else self._make_plan(self.recipe, processes.count()),
                 base_dir=self._base_folder,
-                config=config,
+                config=self._base_config,
                 tokenizer=self._tokenizer,
                 suite=suite,
                 data_dir=self._data_dir,

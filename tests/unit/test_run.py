@@ -274,6 +274,19 @@ def test_a_run_chooses_the_layers_with_a_longer_window_and_says_why(home, monkey
         assert "Why these layers stayed softmax" not in text
 
 
+def test_a_run_records_why_layers_were_chosen_in_another_way_than_the_recipe_says(home, monkeypatch):
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    save_tiny_base("gemma2", home / "sliding", num_hidden_layers=4, layer_types=kinds)
+    choose = ["--set", "layers={softmax_auto: 1, select: kl}", "--set", "adapt={hidden_size: 16}"]
+    command = ["run", "recipe.yaml", "--base", "sliding", "--out", "another", *choose, "--set", "stages=[]"]
+    assert main.main(command) == 0
+    said = "layers.select: copy in place of kl, because 2 of the base's 4 layers have windows of their own"
+    steps = manifest(home / "another")["steps"]
+    assert steps["plan"]["plan"]["adapted"] == [said]
+    assert list(steps["select-layers"]["selection"]["base"]) == ["copy_nll", "text_nll"]
+
+
 def test_a_report_says_that_gates_chose_the_layers(home, monkeypatch):
     monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
     monkeypatch.setattr(gate_selection, "ROWS", 2)
