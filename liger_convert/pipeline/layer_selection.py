@@ -175,7 +175,7 @@ def select_layers(
     if exchange:
         measure = copying(switch, tokenizer, documents, length, dtype)
     else:
-        measure = divergence(switch, documents, dtype, recipe.seed)
+        measure = divergence(switch, documents, length, dtype, recipe.seed)
     total, done = evaluations(len(switch.choices), count, exchange), 0
 
     def counted(softmax: Collection[int]) -> Losses:
@@ -248,11 +248,11 @@ def make_switch(
     return Switch(base, model, device)
 
 
-def divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:
-    """Measures by KL(base || model) on rows of `documents` like those of a distillation. The base's logits are kept on
-    the device in `dtype`."""
+def divergence(switch: Switch, documents: Sequence[Document], length: int, dtype: torch.dtype, seed: int) -> Measure:
+    """Measures by KL(base || model) on rows of `documents` like those of a distillation, which have at least `length`
+    tokens if the context does. The base's logits are kept on the device in `dtype`."""
     model, device = switch.model, switch.device
-    length = max(KL_LENGTH, 2 * model.config.linearization["mixers"][MAIN]["window"])
+    length = max(KL_LENGTH, length)
     length = min(length, context_length(model.config) or length)
     tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
     data = pack(documents, length, tokens, seed, concat_documents=True, copy_fraction=KL_COPIES)

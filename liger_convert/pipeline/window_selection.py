@@ -19,7 +19,7 @@ from liger_convert.config.names import LONG
 from liger_convert.config.recipe import Recipe
 from liger_convert.data.documents import Document
 from liger_convert.model import LinearizedAttention
-from liger_convert.pipeline.layer_selection import Measure, Switch, divergence, finite_or_none
+from liger_convert.pipeline.layer_selection import Measure, Switch, divergence, finite_or_none, span
 from liger_convert.pipeline.plan import Plan
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.progress import Report
@@ -73,7 +73,7 @@ def select_windows(
     """Chooses the layers whose longer window `plan` leaves undecided, among the linear attentions of `switch`, on text
     of `documents`. softmax: the layers that stay softmax."""
     long = with_long_windows(switch)
-    measure = divergence(switch, documents, compute_dtype(switch.device, recipe.precision), recipe.seed)
+    measure = divergence(switch, documents, span(plan), compute_dtype(switch.device, recipe.precision), recipe.seed)
     linear = [i for i in switch.choices if i not in softmax]
     total, done = len(linear) + 2, 0
 
