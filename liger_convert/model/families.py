@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, C hidd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,6 +100,11 @@ def head_dim(config: Any) -> int:
 def own_windows(config: Any) -> list[int | None]:
     """The base's own sliding window in each layer of `config`, None where a layer sees all tokens."""
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
+def sliding_layers(windows: Sequence[int | None]) -> list[int]:
+    """The layers with a window; empty if every layer has one, because then these are what is to be linearized."""
+    return [] if None not in windows else [i for i, window in enumerate(windows) if window is not None]
 
 
 def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
-from liger_convert.model.families import own_windows
+from liger_convert.model.families import own_windows, sliding_layers
 from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
@@ -147,8 +147,8 @@ def _sliding(base_config: Any) -> tuple[int, int]:
     """How many layers the base has, and how many of them have a sliding window of its own if at least half do, but not
     all; else 0."""
     windows = own_windows(base_config)
-    depth, sliding = len(windows), sum(window is not None for window in windows)
-    return depth, sliding if depth / 2 <= sliding < depth else 0
+    depth, sliding = len(windows), len(sliding_layers(windows))
+    return depth, sliding if depth / 2 <= sliding else 0
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linear_layers, linearized_config, new_state
 from liger_convert.model.bases import check_base, context_length, meta_model
 from liger_convert.model.configuration import FORMAT
-from liger_convert.model.families import own_windows
+from liger_convert.model.families import own_windows, sliding_layers
 from liger_convert.pipeline import adapt
 from liger_convert.pipeline.stage_plan import StagePlan, StagePlanner, idle_layer, nothing_to_train
 from liger_convert.training import disk_estimate
@@ -101,7 +101,7 @@ class Plan:
     @property
     def sliding(self) -> list[int]:
         """The layers with a sliding window of the base's own, if other layers see all tokens."""
-        return _sliding(self.sliding_windows)
+        return sliding_layers(self.sliding_windows)
 
     @property
     def lengths(self) -> list[int]:
@@ -254,7 +254,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         left_out = f"layers.long_windows: left out, because {why}"
         recipe, fitted = recipe.with_layer_choice(long_windows=None), (*fitted, left_out)
     windows = own_windows(base_config)
-    sliding = _sliding(windows)
+    sliding = sliding_layers(windows)
     layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
     used = {name: spec for name, spec in specs.items() if name in layers}
     linearization = {"format": FORMAT, "mixers": used, "layers": layers}
@@ -388,11 +388,6 @@ def measured_in_parts(made: Plan, room: int | None, gpus: int = 1) -> list[str]:
             how = "the backward pass needs both whole; set select: kl or copy, or name the softmax layers in `layers`"
         sentences.append(f"{what}: {how}")
     return sentences
-
-
-def _sliding(windows: Sequence[int | None]) -> list[int]:
-    """The layers with a window; empty if every layer has one, because then these are what is to be linearized."""
-    return [] if None not in windows else [i for i, window in enumerate(windows) if window is not None]
 
 
 def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
