@@ -110,7 +110,8 @@ def test_a_mixer_of_another_package_is_planned_converted_and_exported(
     assert (tmp_path / "export/plugin_fading_mixer.py").exists()
     (tmp_path / "stranger.py").write_text(STRANGER)
     monkeypatch.undo()  # the stranger has no such package
-    paths = os.pathsep.join(filter(None, sys.path))
+    # without the modules that transformers has copied for tests before this one: it would look for its own among them
+    paths = os.pathsep.join(path for path in sys.path if path and not Path(path, "transformers_modules").exists())
     environment = os.environ | {"PYTHONPATH": paths, "HF_HOME": str(tmp_path / "hf"), "TERM": "dumb"}
     command = [sys.executable, "stranger.py", str(tmp_path / "export")]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
