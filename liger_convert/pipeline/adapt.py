@@ -6,7 +6,7 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
   are halved until they fit, and a step gets more of them, so that it has as many tokens as before.
 - A window is at most an eighth of that context, and that of `layers.long_windows` at most a quarter. A window as long
   as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
-  with it.
+  with it. If all layers of the base have windows of their own, none becomes longer.
 - If at least half of the base's layers have sliding windows of their own, as in Gemma 3, the few others carry all that
   is farther back. So a fraction of `layers.softmax_auto` keeps at least a tenth of all layers, chosen by copying, and
   each of the few that becomes linear gets the window of `layers.long_windows`. Rows that would no longer leave the
@@ -92,9 +92,14 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     Unchanged if the recipe has no `adapt`."""
     if recipe.adapt is None:
         return specs, ()
-    fitted, shorter = _fit_to_context(recipe, specs, context_length(base_config))
-    fitted, longer = _fit_to_sliding(base_config, fitted)
-    return fitted, (*shorter, *longer)
+    fitted, sentences = _fit_to_base(recipe, base_config, specs)
+    if window := _beside_sliding(base_config, fitted):
+        written = specs[MAIN]["window"]
+        fitted[MAIN] = specs[MAIN] | {"window": window}
+        sentences.pop(MAIN, None)
+        if window != written:
+            sentences[MAIN] = f"mixer.window: {window} in place of {written}, {_because_of_sliding(base_config)}"
+    return fitted, tuple(sentences.values())
 
 
 def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...]]:
@@ -110,37 +115,46 @@ def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...
         changes["softmax_auto"] = (least, f"{least} of the other {full} in place of {share:g}")
     if recipe.selected_by == "kl":  # its rows are too short to show what is lost behind the windows
         changes["select"] = ("copy", "copy in place of kl")
-    why = f"because {sliding} of the base's {depth} layers have windows of their own"
+    why = _because_of_sliding(base_config)
     sentences = tuple(f"layers.{field}: {said}, {why}" for field, (_, said) in changes.items())
     return recipe.with_layer_choice(**{field: value for field, (value, _) in changes.items()}), sentences
 
 
-def _fit_to_context(recipe: Recipe, specs: dict[str, Any], context: int | None) -> tuple[dict[str, Any], list[str]]:
-    if context is None:
-        return specs, []
-    fitted, sentences = dict(specs), []
+def _fit_to_base(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`specs` with windows that leave something to the memory in the base's context, and that are no longer than the
+    base's own windows if all of its layers have one. With a sentence by the name of each mixer that is changed."""
+    context, own = context_length(base_config), own_windows(base_config)
+    sees = 0 if None in own else min(filter(None, own), default=0)
+    fitted, sentences = dict(specs), {}
     for name, spec in specs.items():
         where, at_least = "mixer" if name == MAIN else f"mixers.{name}", WINDOWS
         if name == LONG and recipe.long_windows is not None:
             where, at_least = "layers.long_windows", LONG_WINDOWS
-        most = 1 << max(0, (context // at_least).bit_length() - 1)  # a power of two
+        limits = []
+        if context is not None:
+            most = 1 << max(0, (context // at_least).bit_length() - 1)  # a power of two
+            limits.append((most, f"because the base was made for {context:,} tokens"))
+        if sees:
+            limits.append((sees, f"because a layer of the base sees only {sees:,} tokens"))
+        most, why = min(limits, default=(spec["window"], ""))
         if spec["window"] > most:
             fitted[name] = spec | {"window": most}
-            why = f"because the base was made for {context:,} tokens"
-            sentences.append(f"{where}.window: {most} in place of {spec['window']}, {why}")
+            sentences[name] = f"{where}.window: {most} in place of {spec['window']}, {why}"
     return fitted, sentences
 
 
-def _fit_to_sliding(base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    depth, sliding = _sliding(base_config)
+def _beside_sliding(base_config: Any, specs: dict[str, Any]) -> int:
+    """The window of the linear layers if most of the base's layers have windows of their own; else 0."""
+    _, sliding = _sliding(base_config)
     if LONG not in specs or not sliding:
-        return specs, []
+        return 0
     window, long = specs[MAIN]["window"], specs[LONG]["window"]
-    if not 0 < window < long:
-        return specs, []
-    why = f"because {sliding} of the base's {depth} layers have windows of their own"
-    said = f"mixer.window: {long} in place of {window}, {why}"
-    return specs | {MAIN: specs[MAIN] | {"window": long}}, [said]
+    return long if 0 < window < long else 0
+
+
+def _because_of_sliding(base_config: Any) -> str:
+    depth, sliding = _sliding(base_config)
+    return f"because {sliding} of the base's {depth} layers have windows of their own"
 
 
 def _sliding(base_config: Any) -> tuple[int, int]:

@@ -32,7 +32,7 @@ def config(shape: str, **fields: Any) -> Any:
 
 def hybrid(**fields: Any) -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 128, "sliding_window": 512}
-    return CONFIG_MAPPING["gemma3_text"](**sizes, num_attention_heads=4, num_key_value_heads=1, **fields)
+    return CONFIG_MAPPING["gemma3_text"](**sizes | fields, num_attention_heads=4, num_key_value_heads=1)
 
 
 def recipe(**stage: Any) -> Recipe:
@@ -126,6 +126,27 @@ def test_where_few_layers_see_all_tokens_each_linear_one_gets_the_longer_window(
     for unchanged in ({"adapt": None}, {"layers": "all"}):
         as_written = make_plan(written.model_copy(update=unchanged), base)
         assert as_written.linearization["mixers"]["main"]["window"] == 256
+
+
+@pytest.mark.parametrize(("context", "window"), [(32768, 1024), (2048, 512), (1024, 256), (512, 128)])
+def test_a_window_that_two_rules_change_is_told_of_once(context: int, window: int) -> None:
+    kinds = ["sliding_attention"] * 15 + ["full_attention"] * 3
+    base = hybrid(layer_types=kinds, num_hidden_layers=18, max_position_embeddings=context)
+    plan = make_plan(load(DEFAULT), base)
+    said = [sentence for sentence in plan.adapted if sentence.startswith("mixer.window")]
+    assert plan.linearization["mixers"]["main"]["window"] == window
+    why = "because 15 of the base's 18 layers have windows of their own"
+    assert said == ([] if window == 256 else [f"mixer.window: {window} in place of 256, {why}"])
+
+
+@pytest.mark.parametrize(("own", "main", "long"), [(4096, 256, 1024), (512, 256, 512), (100, 100, None)])
+def test_where_every_layer_has_a_window_of_its_own_none_becomes_longer(own: int, main: int, long: int | None) -> None:
+    base = hybrid(layer_types=["sliding_attention"] * 18, num_hidden_layers=18, sliding_window=own)
+    plan = make_plan(load(DEFAULT), base)
+    windows = {name: spec["window"] for name, spec in plan.linearization["mixers"].items()}
+    assert windows == {"main": main} | ({} if long is None else {"long": long})
+    said = f"layers.long_windows.window: {own} in place of 1024, because a layer of the base sees only {own} tokens"
+    assert (said in plan.adapted) == (own < 1024)
 
 
 @pytest.mark.parametrize(
