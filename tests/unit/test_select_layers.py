@@ -220,6 +220,18 @@ def test_rows_that_kl_is_measured_on_leave_a_window_as_long_as_they_would_be(mon
     assert min(losses.score for losses in found.restored.values()) > 1e-3
 
 
+@pytest.mark.parametrize(("rows", "copied"), [(1, 1), (2, 1), (16, 5)])
+def test_equally_many_of_the_rows_for_kl_have_a_copy_with_every_seed(rows: int, copied: int) -> None:
+    ids = np.arange(4096, dtype=np.int32)  # no token twice, unless it is copied
+    text = [Document(part, np.ones(256, bool), 256) for part in np.split(ids, 16)]
+    for seed in range(12):
+        made = [row["input_ids"] for row in layer_selection.rows_with_copies(text, 64, 64 * rows, seed)]
+        assert [len(row) for row in made] == [64] * rows
+        assert sum(len(row.unique()) < 64 for row in made) == copied
+        plain = torch.cat([row for row in made if len(row.unique()) == 64] or [torch.empty(0)])
+        assert len(plain.unique()) == len(plain) == 64 * (rows - copied)
+
+
 @pytest.mark.parametrize(("select", "sizes"), [("kl", "KL_ROWS"), ("copy", "BATCH")])
 def test_rows_that_are_measured_together_give_the_losses_of_rows_measured_alone(
     select: str, sizes: str, monkeypatch: pytest.MonkeyPatch
