@@ -8,7 +8,7 @@ sinks in the layers that become linear) are measured once, before training.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,17 @@ class Size:
     length: int
     batch_size: int
 
+    def leaving(self, window: int) -> Size:
+        """About as much text in pieces that leave a window of this many tokens, so that the memory is read. Unchanged
+        if they would be longer than LONGEST."""
+        if not self.window < 2 * window <= LONGEST:
+            return self
+        windows, rows = (number * self.window // (2 * window) for number in (self.windows, self.batch_size))
+        return replace(self, windows=max(FEWEST, windows), window=2 * window, batch_size=max(1, rows))
+
+
+FEWEST = 4  # pieces of text, so that their mean has a standard error
+LONGEST = 8192  # tokens of a piece; Python's language reference has about ninety thousand
 
 # Small enough that a measurement takes little time compared to a stage. An idle CPU measures about 8 models of 135M
 # parameters per minute; a GPU measures one in seconds. A repetition of 256 tokens, as in reports, lies within a window
@@ -63,19 +74,26 @@ SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
 
 @dataclass(frozen=True)
 class StageCheck:
-    """Measures the models of one run. documents: of another kind than the training text."""
+    """Measures the models of one run. documents: of another kind than the training text. window: that of the linear
+    layers, which texts are to leave."""
 
     base_dir: Path
     tokenizer: Any
     documents: Sequence[Document]
     device: torch.device
     precision: str
+    window: int
+
+    @property
+    def size(self) -> Size:
+        """How much is measured."""
+        return SIZES[self.device.type].leaving(self.window)
 
     def untrained(self, linearization: dict[str, Any]) -> dict[str, dict[str, Measurement]]:
         """The measures of the base, and of the untrained window that belongs to `linearization`."""
         dtype = weight_dtype(self.device, self.precision)
         model = load_pretrained(self.base_dir, dtype=dtype)
-        base, text = self._measure(model), text_measure(model, self.device)
+        base, text = self._measure(model), text_measure(model, self.size)
         del model
         if said := worse_than_frequencies(base[TEXT], self.tokenizer, self.documents, text):
             console.print(f"warning: {said}", markup=False, soft_wrap=True)
@@ -88,16 +106,22 @@ class StageCheck:
 
     def _measure(self, model: Any) -> dict[str, Measurement]:
         with show_progress("check") as report:
-            return measure(model, self.tokenizer, self.documents, self.device, self.precision, report)
+            return measure(model, self.tokenizer, self.documents, self.size, self.device, self.precision, report)
 
 
 def measure(
-    model: Any, tokenizer: Any, documents: Sequence[Document], device: torch.device, precision: str, report: Report
+    model: Any,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    size: Size,
+    device: torch.device,
+    precision: str,
+    report: Report,
 ) -> dict[str, Measurement]:
     """A model's perplexity on `documents` and its loss on a repetition of their text. Lower is better for both. Takes
     any model of transformers, with shorter windows if its context is shorter. Raises BadInput if there are too few
     documents."""
-    size, most, text = SIZES[device.type], context_of(model.config), text_measure(model, device)
+    most, text = context_of(model.config), text_measure(model, size)
     begin = len(text_prefix(tokenizer))
     copying = CopyMeasure(length=min(size.length, (most - begin) // 2), draws=size.draws)
     options: dict[str, Any] = {
@@ -110,9 +134,8 @@ def measure(
     return {TEXT: perplexity, COPY: copy_loss(model, tokenizer, documents, copying, **options)[copying.metrics[0]]}
 
 
-def text_measure(model: Any, device: torch.device) -> TextMeasure:
+def text_measure(model: Any, size: Size) -> TextMeasure:
     """The measure of text for a model: its windows are no longer than its context."""
-    size = SIZES[device.type]
     return TextMeasure(source="other", window=min(size.window, context_of(model.config)), windows=size.windows)
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from liger_convert.config.names import MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.sources import PydocSource, TeacherSource
 from liger_convert.config.stages import AlignStage
@@ -351,7 +352,12 @@ class RunSteps:
     @functools.cached_property
     def _stage_check(self) -> StageCheck:
         return StageCheck(
-            self._base_folder, self._tokenizer, self._other_text(), self.device, precision=self.recipe.precision
+            self._base_folder,
+            self._tokenizer,
+            self._other_text(),
+            self.device,
+            precision=self.recipe.precision,
+            window=self._planned.linearization["mixers"][MAIN]["window"],
         )
 
     def _other_text(self) -> list[Document]:

@@ -141,11 +141,11 @@ def test_a_check_measures_the_same(dtype: torch.dtype, small: Any, monkeypatch: 
     tokenizer, generator = tiny_tokenizer(), torch.Generator().manual_seed(0)
     ids = torch.randint(3, 101, (600,), generator=generator).int().numpy()
     documents = [Document(ids, ids > 0, len(ids))]
-    monkeypatch.setitem(stage_check.SIZES, "cpu", stage_check.Size(2, 48, 2, 20, 2))
+    amount = stage_check.Size(2, 48, 2, 20, 2)
     precision = str(dtype).removeprefix("torch.")
 
     def measured(model: Any) -> Any:
-        return stage_check.measure(model, tokenizer, documents, DEVICE, precision, lambda *_: None)
+        return stage_check.measure(model, tokenizer, documents, amount, DEVICE, precision, lambda *_: None)
 
     def load(kind: str) -> Any:
         if kind == "base":

@@ -97,6 +97,36 @@ def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path, caps
     assert done["1-align"]["check"] != done["2-distill"]["check"]
 
 
+@pytest.mark.parametrize(
+    ("window", "windows", "length", "rows"),
+    [
+        (0, 64, 1024, 16),
+        (512, 64, 1024, 16),
+        (513, 63, 1026, 15),
+        (1024, 32, 2048, 8),
+        (4096, 8, 8192, 2),
+        (4097, 64, 1024, 16),
+    ],
+)
+def test_about_as_much_text_is_read_in_pieces_that_leave_the_window(
+    window: int, windows: int, length: int, rows: int
+) -> None:
+    size = stage_check.Size(64, 1024, 32, 256, 16).leaving(window)
+    assert size == stage_check.Size(windows, length, 32, 256, rows)
+
+
+def test_a_runs_check_leaves_the_window_of_its_linear_layers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setitem(stage_check.SIZES, "cpu", stage_check.Size(8, 20, 8, 10, 2))
+    monkeypatch.setattr(
+        stage_check.StageCheck, "_measure", lambda self, model: found.append(self.size) or measures(1.0, 1.0)
+    )
+    for window, length in ((10, 20), (20, 40)):
+        assert run("--set", f"mixer.window={window}", "--out", f"out-{window}") == 0
+        assert {size.window for size in found} == {length}
+        found.clear()
+
+
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("context", [40, 41])
 def test_a_measurement_stays_within_the_bases_context(context: int, begins: bool, monkeypatch) -> None:
@@ -111,7 +141,8 @@ def test_a_measurement_stays_within_the_bases_context(context: int, begins: bool
     model = AutoModelForCausalLM.from_config(tiny_config("llama", max_position_embeddings=context)).eval()
     ids = np.array(tokenizer("a bottle of beer on the wall, " * 40)["input_ids"], np.int32)
     text = Document(ids, np.ones(len(ids), bool), 0)
-    stage_check.measure(model, tokenizer, [text], torch.device("cpu"), "float32", lambda *_: None)
+    device, size = torch.device("cpu"), stage_check.SIZES["cpu"].leaving(100)
+    stage_check.measure(model, tokenizer, [text], size, device, "float32", lambda *_: None)
     assert set(read) == {context, begins + 2 * ((context - begins) // 2)}
 
 
