@@ -425,8 +425,9 @@ def test_a_current_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: the current folder has been removed; change to another one\n"
 
 
-def test_another_process_that_is_gone_is_not_reported_as_a_bug(monkeypatch, capsys):
+def test_another_process_that_is_gone_is_not_reported_as_a_bug(monkeypatch, capsys, tmp_path):
     """As where its machine is, of which the launcher of this one says nothing. The control is one process."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the log
     error = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:16295: Connection reset by peer")
     monkeypatch.setattr("liger_convert.utils.processes.agree_on_exit_code", lambda code, unexpected=False: (code, True))
     for count, says in ((2, "another process of this run has ended"), (1, "unexpected RuntimeError")):

@@ -366,8 +366,10 @@ def test_a_stage_trains_on_a_mix_of_text_chat_and_what_the_base_writes_behind_th
     ids=["Ctrl-C", "full disk", "bug"],
 )
 def test_an_error_inside_a_run_is_one_line_and_leaves_no_half_finished_step(
-    home, monkeypatch, capsys, trouble, code, says
+    home, monkeypatch, capsys, tmp_path, trouble, code, says
 ):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the log of a bug
+
     def fail(*args, **kwargs):
         raise trouble
 
