@@ -93,12 +93,13 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     if recipe.adapt is None:
         return specs, ()
     fitted, sentences = _fit_to_base(recipe, base_config, specs)
-    if window := _beside_sliding(base_config, fitted):
+    depth, sliding = _sliding(base_config)
+    if sliding and (window := _longer_window(fitted)):
         written = specs[MAIN]["window"]
         fitted[MAIN] = specs[MAIN] | {"window": window}
         sentences.pop(MAIN, None)
         if window != written:
-            sentences[MAIN] = f"mixer.window: {window} in place of {written}, {_because_of_sliding(base_config)}"
+            sentences[MAIN] = f"mixer.window: {window} in place of {written}, {_because_of_sliding(depth, sliding)}"
     return fitted, tuple(sentences.values())
 
 
@@ -115,7 +116,7 @@ def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...
         changes["softmax_auto"] = (least, f"{least} of the other {full} in place of {share:g}")
     if recipe.selected_by == "kl":  # its rows are too short to show what is lost behind the windows
         changes["select"] = ("copy", "copy in place of kl")
-    why = _because_of_sliding(base_config)
+    why = _because_of_sliding(depth, sliding)
     sentences = tuple(f"layers.{field}: {said}, {why}" for field, (_, said) in changes.items())
     return recipe.with_layer_choice(**{field: value for field, (value, _) in changes.items()}), sentences
 
@@ -143,17 +144,15 @@ def _fit_to_base(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tup
     return fitted, sentences
 
 
-def _beside_sliding(base_config: Any, specs: dict[str, Any]) -> int:
-    """The window of the linear layers if most of the base's layers have windows of their own; else 0."""
-    _, sliding = _sliding(base_config)
-    if LONG not in specs or not sliding:
+def _longer_window(specs: dict[str, Any]) -> int:
+    """The window of `layers.long_windows`; 0 if there is none that is longer than that of `mixer`."""
+    if LONG not in specs:
         return 0
     window, long = specs[MAIN]["window"], specs[LONG]["window"]
     return long if 0 < window < long else 0
 
 
-def _because_of_sliding(base_config: Any) -> str:
-    depth, sliding = _sliding(base_config)
+def _because_of_sliding(depth: int, sliding: int) -> str:
     return f"because {sliding} of the base's {depth} layers have windows of their own"
 
 

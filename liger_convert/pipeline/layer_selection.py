@@ -277,7 +277,8 @@ def divergence(switch: Switch, documents: Sequence[Document], length: int, dtype
 
 
 def rows_with_copies(documents: Sequence[Document], length: int, tokens: int, seed: int) -> list[dict[str, Tensor]]:
-    """Rows of `length` tokens, as `pack` gives them, of which exactly the fraction KL_COPIES has a copy.
+    """Rows of `length` tokens, as `pack` gives them. The same number of them has a copy with every seed: the fraction
+    KL_COPIES, but at least one.
 
     If each row had a copy by chance, as in training, that would decide the choice: the divergence of a model without
     softmax layers was .09 or .54 with 1 or 8 % of copied tokens in sixteen rows (eval/LOG.md).

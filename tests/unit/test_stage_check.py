@@ -141,7 +141,7 @@ def test_a_measurement_stays_within_the_bases_context(context: int, begins: bool
     model = AutoModelForCausalLM.from_config(tiny_config("llama", max_position_embeddings=context)).eval()
     ids = np.array(tokenizer("a bottle of beer on the wall, " * 40)["input_ids"], np.int32)
     text = Document(ids, np.ones(len(ids), bool), 0)
-    device, size = torch.device("cpu"), stage_check.SIZES["cpu"].leaving(100)
+    device, size = torch.device("cpu"), stage_check.SIZES["cpu"]
     stage_check.measure(model, tokenizer, [text], size, device, "float32", lambda *_: None)
     assert set(read) == {context, begins + 2 * ((context - begins) // 2)}
 
