@@ -61,8 +61,10 @@ def select_layers(
     selection = select(loaded)
     show(selection.render(), selection.to_dict(), as_json)
     if not as_json:
-        long = loaded.long_windows
-        windows = "" if long is None else f", long_windows: {{layers: {selection.long_layers}, window: {long.window}}}"
+        windows = ""
+        if (long := loaded.long_windows) is not None:
+            window = long.window if selection.windows is None else selection.windows.window
+            windows = f", long_windows: {{layers: {selection.long_layers}, window: {window}}}"
         print(f"layers: {{softmax: {selection.softmax_layers}{windows}}}")
 
 

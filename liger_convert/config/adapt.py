@@ -18,6 +18,10 @@ class Adapt(Strict):
 
     hidden_size: Count
     """Hidden size of the base that the learning rates were tuned on."""
+    context: Count | None = None
+    """Context of the base that `layers.long_windows` was tuned on. Its window is twice as long on a base with at least
+    four times that context, if its layers are given as a fraction and the longest rows of training are at least twice
+    as long as the window then is. By default the window is not made longer."""
     trained: Literal["mixers", "adapters", "weights"] = "adapters"
     """What to train in stages that have rates for the base's own weights. `adapters`: low-rank adapters instead of its
     weights. `mixers`: nothing of the base, so that on texts no longer than the window the model is still the base.

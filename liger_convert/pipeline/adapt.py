@@ -7,6 +7,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 - A window is at most an eighth of that context, and that of `layers.long_windows` at most a quarter. A window as long
   as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
   with it. If all layers of the base have windows of their own, none becomes longer.
+- `layers.long_windows` has twice the window on a base with at least four times the context that it was tuned on. There
+  what a conversion loses grows with the position, and a longer window is a smaller part of the cache (eval/LOG.md,
+  Qwen2.5-Coder-1.5B).
 - If at least half of the base's layers have sliding windows of their own, as in Gemma 3, the few others carry all that
   is farther back. So a fraction of `layers.softmax_auto` keeps at least a tenth of all layers, chosen by copying, and
   each of the few that becomes linear gets the window of `layers.long_windows`. Rows that would no longer leave the
@@ -31,6 +34,7 @@ import torch
 from rich.filesize import decimal
 
 from liger_convert.config.adapt import Adapt
+from liger_convert.config.layers import LongWindows
 from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
@@ -39,6 +43,7 @@ from liger_convert.model.families import own_windows, sliding_layers
 from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
+MUCH_LONGER = 4  # times the context that longer windows were tuned on: then they double
 WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many windows, or longer windows
 FAR = 0.1  # of all layers that see all tokens: the smallest fraction that kept what is far back (docs/results.md)
 MOST = 5.0  # the largest scale of weights that raises the adapters' rate in proportion; no base tried has more
@@ -101,6 +106,24 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
         if window != written:
             sentences[MAIN] = f"mixer.window: {window} in place of {written}, {_because_of_sliding(depth, sliding)}"
     return fitted, tuple(sentences.values())
+
+
+def fit_long_windows(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...]]:
+    """`recipe` with a longer window in `layers.long_windows` if the base's context is much longer than the one it was
+    tuned on, and a sentence that says so. Unchanged if these layers are not given as a fraction, if rows would be too
+    short to train what leaves the window, and for bases of whose layers at least half have sliding windows."""
+    tuned = None if recipe.adapt is None else recipe.adapt.context
+    windows, context = recipe.long_windows, context_length(base_config)
+    if tuned is None or windows is None or isinstance(windows.layers, list) or context is None:
+        return recipe, ()
+    window = 2 * windows.window
+    rows = max((stage.seq_len for stage in recipe.stages), default=0)
+    slides = _sliding(base_config)[1] or None not in own_windows(base_config)
+    if context < MUCH_LONGER * tuned or windows.layers >= 1 or rows < 2 * window or slides:
+        return recipe, ()
+    longer = recipe.with_layer_choice(long_windows=LongWindows(layers=windows.layers, window=window))
+    why = f"because the base was made for {context:,} tokens and adapt.context is {tuned:,}"
+    return longer, (f"layers.long_windows.window: {window:,} in place of {windows.window:,}, {why}",)
 
 
 def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...]]:

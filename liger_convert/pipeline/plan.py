@@ -236,6 +236,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
     shards = recipe.sequence_parallel
     processes = shards if processes is None else processes
     check_base(base_config)
+    recipe, longer = adapt.fit_long_windows(recipe, base_config)
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
     for name, spec in recipe.mixers.items():
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
@@ -316,7 +317,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(sliding),
         undecided_windows=layers.count(LONG) if recipe.measures_windows else 0,
         selected_by=recipe.selected_by,
-        adapted=(*kept, *fitted, *adapted),
+        adapted=(*kept, *longer, *fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and created layer by layer

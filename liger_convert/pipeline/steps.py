@@ -124,9 +124,10 @@ class RunSteps:
         if step is None:
             return self._undecided
         chosen = step["selection"]
-        made = self._make_plan(self.recipe.with_layers(chosen["softmax_layers"], chosen.get("long_windows", [])))
+        recipe, longer = adapt.fit_long_windows(self.recipe, self._base_config)
+        made = self._make_plan(recipe.with_layers(chosen["softmax_layers"], chosen.get("long_windows", [])))
         _, choice = adapt.fit_layers(self.recipe, self._base_config)  # why they were chosen as they were
-        return replace(made, adapted=(*choice, *made.adapted))
+        return replace(made, adapted=(*choice, *longer, *made.adapted))
 
     @functools.cached_property
     def _undecided(self) -> Plan:

@@ -43,6 +43,7 @@ def recipe(**stage: Any) -> Recipe:
         "name": "tiny",
         "base": "anywhere",
         "mixer": {"type": "gla"},
+        "precision": "bfloat16",  # `auto` differs between CPUs, and memory with it
         "adapt": {"hidden_size": 576, "trained": "weights"},
         "data": {"text": {"source": "pydoc"}},
         "stages": [common | {"kind": "distill", "learning_rates": rates} | stage],
@@ -149,6 +150,40 @@ def test_where_every_layer_has_a_window_of_its_own_none_becomes_longer(own: int,
     assert (said in plan.adapted) == (own < 1024)
 
 
+LONGER = "layers.long_windows.window: 2,048 in place of 1,024, because the base was made for {:,} tokens"
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "window"),
+    [
+        (32768, (), 2048),
+        (131072, (), 2048),
+        (32767, (), 1024),
+        (8192, (), 1024),
+        (32768, ("adapt.context=null",), 1024),
+        (32768, ("adapt=null",), 1024),
+        (32768, ("layers.long_windows.layers=[0, 3]",), 1024),  # a choice of one's own is left as it is
+        (32768, ("layers.long_windows.layers=4",), 1024),
+        (32768, ("stages[0].seq_len=2048", "stages[2].seq_len=2048"), 1024),  # nothing would leave a window of 2,048
+        (65536, ("layers={softmax: [3], long_windows: {layers: 0.4, window: 2048}}",), 2048),
+    ],
+)
+def test_a_longer_window_doubles_on_a_base_with_four_times_the_context(
+    context: int, changes: tuple[str, ...], window: int
+) -> None:
+    base = config("smollm2-135m", max_position_embeddings=context)
+    plan = make_plan(load(DEFAULT, changes), base)
+    assert plan.linearization["mixers"]["long"]["window"] == window
+    said = any(sentence.startswith(LONGER.format(context)) for sentence in plan.adapted)
+    assert said == (window == 2048 and not changes)
+
+
+def test_a_longer_window_stays_where_most_layers_have_windows_of_their_own() -> None:
+    kinds = ["sliding_attention"] * 9 + ["full_attention"] * 9
+    base = hybrid(layer_types=kinds, num_hidden_layers=18, max_position_embeddings=32768)
+    assert make_plan(load(DEFAULT), base).linearization["mixers"]["main"]["window"] == 1024
+
+
 @pytest.mark.parametrize(
     ("depth", "full", "fraction", "kept"),
     [(18, 3, 0.25, 2), (26, 13, 0.25, 3), (62, 10, 0.25, 6), (62, 10, 0.7, 7), (18, 3, 1, 1), (12, 8, 0.2, 1)],
@@ -251,7 +286,8 @@ def test_a_stage_gets_smaller_until_it_fits(monkeypatch, room, rows, accumulatio
 )
 def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, trained, room, scale, rate) -> None:
     on_a_gpu(monkeypatch, room and room * GB)
-    plan = make_plan(load(DEFAULT, [f"adapt.trained={trained}"]), config(shape), scale=scale)
+    base = config(shape, max_position_embeddings=8192)
+    plan = make_plan(load(DEFAULT, [f"adapt.trained={trained}", "precision=bfloat16"]), base, scale=scale)
     if room:
         assert all(stage.memory_bytes <= room * GB for stage in plan.stages)
     align, distill, _ = plan.recipe_stages
@@ -276,7 +312,7 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, tra
     ],
 )
 def test_the_rate_of_adapters_follows_the_scale_of_the_weights(scale: float | None, rate: float, said: str) -> None:
-    plan = make_plan(load(DEFAULT), config("smollm2-135m"), scale=scale)
+    plan = make_plan(load(DEFAULT), config("smollm2-135m", max_position_embeddings=8192), scale=scale)
     assert [stage.learning_rates.lora for stage in plan.recipe_stages] == [pytest.approx(rate)] * 3
     assert plan.adapted[0] == f"adapt.lora_rate: {said}"
     assert all(f"at {rate:g}, in place of the base's own weights" in sentence for sentence in plan.adapted[1:])

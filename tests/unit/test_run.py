@@ -287,6 +287,28 @@ def test_a_run_records_why_layers_were_chosen_in_another_way_than_the_recipe_say
     assert list(steps["select-layers"]["selection"]["base"]) == ["copy_nll", "text_nll"]
 
 
+def test_a_run_keeps_the_window_that_its_layers_were_chosen_with(home, monkeypatch, capsys):
+    """It is twice that of the recipe, as the base's context is four times `adapt.context`."""
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    stage = RECIPE["stages"][0] | {"seq_len": 96, "tokens": 192}
+    layers = "{softmax: [0], long_windows: {layers: 0.5, window: 24}}"
+    changes = [f"layers={layers}", "adapt={hidden_size: 16, context: 64}", f"stages={json.dumps([stage])}"]
+    options = [word for change in changes for word in ("--set", change)]
+    assert main.main(["run", "recipe.yaml", "--out", "doubled", *options]) == 0
+    steps = manifest(home / "doubled")["steps"]
+    (chosen,) = steps["select-layers"]["selection"]["long_windows"]
+    said = "layers.long_windows.window: 48 in place of 24, because the base was made for 256 tokens"
+    assert steps["plan"]["plan"]["adapted"][0].startswith(said)
+    linearization = load_linearized(home / "doubled/export").config.linearization
+    assert linearization["layers"][chosen] == "long"
+    assert linearization["mixers"]["long"]["window"] == 48
+    assert json.loads((home / "doubled/report.json").read_text())["selection"]["long_window"] == 48
+    capsys.readouterr()
+    assert main.main(["select-layers", "recipe.yaml", *options]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert yaml.safe_load(line) == {"layers": {"softmax": [0], "long_windows": {"layers": [chosen], "window": 48}}}
+
+
 def test_a_report_says_that_gates_chose_the_layers(home, monkeypatch):
     monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
     monkeypatch.setattr(gate_selection, "ROWS", 2)
