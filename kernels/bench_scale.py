@@ -288,7 +288,7 @@ def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
     row = rows[0]
     if all("step_ms" in other for other in rows):
         slow = max(rows, key=lambda other: other["step_ms"]["median"])
-        row |= {"step_ms": slow["step_ms"], "tokens_per_s": slow["tokens_per_s"]}
+        row |= {name: slow[name] for name in ("step_ms", "tokens_per_s", "profile") if name in slow}
     for name in ("peak_bytes", "reserved_bytes"):
         if name in row:
             row[name] = max(other[name] for other in rows)

@@ -32,12 +32,13 @@ class Clocked(StageTrainer):
         self.notes: list[tuple[str, float, Any]] = []
         self.optimizer.register_step_post_hook(lambda *_: self.note("clipping, optimizer"))
 
-    def note(self, part: str) -> None:
+    def note(self, part: str, at: float | None = None) -> None:
+        """Records that `part` has ended, now or at the time `at` of the host's clock."""
         event = None
         if self.args.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        self.notes.append((part, time.perf_counter(), event))
+        self.notes.append((part, time.perf_counter() if at is None else at, event))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         found = super().get_batch_samples(*args, **kwargs)
@@ -53,21 +54,24 @@ class Clocked(StageTrainer):
         super()._average()
         self.note("averaging")
 
-    def profile(self) -> dict[str, dict[str, float]]:
-        """Median milliseconds of each part of a step after the warm-up, by clock. A step ends with the note
-        `STEP_ENDS`."""
-        ends = [at for at, (part, *_) in enumerate(self.notes) if part == STEP_ENDS][WARM - 1 :]
-        steps: dict[str, list[dict[str, float]]] = {"host": [], "gpu": []}
+    def profile(self, steps: int) -> dict[str, dict[str, float]]:
+        """Median milliseconds of each part of the timed steps, by clock. A step ends with the note `STEP_ENDS`.
+
+        steps: how many there are up to the last timed one, the warm-up included. Those that the profiler records come
+        later, and are slower.
+        """
+        ends = [at for at, (part, *_) in enumerate(self.notes) if part == STEP_ENDS][WARM - 1 : steps]
+        timed: dict[str, list[dict[str, float]]] = {"host": [], "gpu": []}
         for begin, end in itertools.pairwise(ends):
             host, gpu = defaultdict[str, float](float), defaultdict[str, float](float)
             for (_, begun, before), (part, ended, after) in itertools.pairwise(self.notes[begin : end + 1]):
                 host[part] += 1e3 * (ended - begun)
                 if after is not None:
                     gpu[part] += before.elapsed_time(after)
-            steps["host"].append(host)
-            steps["gpu"].append(gpu)
+            timed["host"].append(host)
+            timed["gpu"].append(gpu)
         return {
-            clock: {part: statistics.median(step[part] for step in of) for part in of[0]} for clock, of in steps.items()
+            clock: {part: statistics.median(step[part] for step in of) for part in of[0]} for clock, of in timed.items()
         }
 
 
@@ -95,7 +99,7 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         worker.wait()
         marks.append(time.perf_counter())
         if isinstance(trainer, Clocked):
-            trainer.note(STEP_ENDS)
+            trainer.note(STEP_ENDS, marks[-1])  # by one reading of the clock, so that the parts add up to the step
         if done == WARM and worker.cuda:
             torch.cuda.reset_peak_memory_stats()
         if recorder is not None and done == timed_steps:
@@ -128,7 +132,7 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
     if isinstance(trainer, Clocked):
-        found["profile"] = trainer.profile()
+        found["profile"] = trainer.profile(timed_steps)
         if worker.count > 1:
             found["sending_ms"] = sending(worker, trainer.fwd_bwd.parameters)
     if recorder is not None:

@@ -250,7 +250,7 @@ def test_processes_that_share_rows_are_timed_beside_one(tmp_path: Path) -> None:
     for row in told["rows"]:  # of one measured step each
         parts = row["profile"]["host"]
         assert set(parts) == {"rows ready", "forward, backward", "clipping, optimizer", "loss, flags"}
-        assert sum(parts.values()) == pytest.approx(row["step_ms"]["median"], rel=0.05)
+        assert sum(parts.values()) == pytest.approx(row["step_ms"]["median"])
         assert ("sending_ms" in row) == (row["gpus"] > 1)
 
 
