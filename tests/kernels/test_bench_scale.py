@@ -210,8 +210,8 @@ class Event:
 
 
 def test_the_parts_of_a_step_add_up_by_either_clock(monkeypatch) -> None:
-    """Only steps after the warm-up count; those before are slower. The passes of a step's two micro-batches are one
-    part."""
+    """Only the timed steps count; those of the warm-up and those that are profiled are slower. The passes of a step's
+    two micro-batches are one part."""
     monkeypatch.syspath_prepend(str(KERNELS))
     module = import_module("scale_timing")
     monkeypatch.setattr(module.StageTrainer, "_average", lambda _: None)
@@ -221,16 +221,27 @@ def test_the_parts_of_a_step_add_up_by_either_clock(monkeypatch) -> None:
     host, gpu = (0.003, 0.001, 0.002, 0.004, 0.005, 0.2), (0.003, 0.1, 0.1, 0.007, 0.004, 0.001)
     parts = ("rows ready", *["forward, backward"] * 2, "averaging", "clipping, optimizer", module.STEP_ENDS)
     behind = 0.0
-    for step in range(module.WARM + 2):
+    for step in range(module.WARM + 5):
         for part, took, late in zip(parts, host, gpu, strict=True):
-            slow = 10 if step < module.WARM else 1
+            slow = 1 if step in (module.WARM, module.WARM + 1) else 10
             now, behind = now + slow * took, behind + slow * late
             trainer.notes.append((part, now, Event(behind)))
-    profile = trainer.profile()
+    profile = trainer.profile(module.WARM + 2)
     assert profile["host"] == pytest.approx(dict(zip(dict.fromkeys(parts), (3, 3, 4, 5, 200))))
     assert profile["gpu"] == pytest.approx(dict(zip(dict.fromkeys(parts), (3, 200, 7, 4, 1))))
     trainer._average()
     assert trainer.notes[-1][0] == "averaging"
+
+
+def test_times_and_parts_are_those_of_the_slowest_process(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(KERNELS))
+    module = import_module("bench_scale")
+    fast, slow = (
+        {"step_ms": {"median": ms}, "tokens_per_s": 1 / ms, "profile": {"host": {"loss, flags": ms}}} for ms in (1, 2)
+    )
+    assert module.joined([dict(fast), dict(slow)]) == slow
+    untimed = {name: value for name, value in slow.items() if name != "profile"}
+    assert module.joined([dict(untimed), dict(untimed)]) == untimed
 
 
 def run(folder: Path, *words: str, seconds: int = 120) -> dict[str, Any]:
