@@ -54,24 +54,24 @@ class Clocked(StageTrainer):
         super()._average()
         self.note("averaging")
 
-    def profile(self, steps: int) -> dict[str, dict[str, float]]:
+    def profile(self, last: int) -> dict[str, dict[str, float]]:
         """Median milliseconds of each part of the timed steps, by clock. A step ends with the note `STEP_ENDS`.
 
-        steps: how many there are up to the last timed one, the warm-up included. Those that the profiler records come
-        later, and are slower.
+        last: the number of the last one, the warm-up included. Steps that the profiler records come later, and are
+        slower.
         """
-        ends = [at for at, (part, *_) in enumerate(self.notes) if part == STEP_ENDS][WARM - 1 : steps]
-        timed: dict[str, list[dict[str, float]]] = {"host": [], "gpu": []}
+        ends = [at for at, (part, *_) in enumerate(self.notes) if part == STEP_ENDS][WARM - 1 : last]
+        steps: dict[str, list[dict[str, float]]] = {"host": [], "gpu": []}
         for begin, end in itertools.pairwise(ends):
             host, gpu = defaultdict[str, float](float), defaultdict[str, float](float)
             for (_, begun, before), (part, ended, after) in itertools.pairwise(self.notes[begin : end + 1]):
                 host[part] += 1e3 * (ended - begun)
                 if after is not None:
                     gpu[part] += before.elapsed_time(after)
-            timed["host"].append(host)
-            timed["gpu"].append(gpu)
+            steps["host"].append(host)
+            steps["gpu"].append(gpu)
         return {
-            clock: {part: statistics.median(step[part] for step in of) for part in of[0]} for clock, of in timed.items()
+            clock: {part: statistics.median(step[part] for step in of) for part in of[0]} for clock, of in steps.items()
         }
 
 

@@ -34,7 +34,6 @@ import torch
 from rich.filesize import decimal
 
 from liger_convert.config.adapt import Adapt
-from liger_convert.config.layers import LongWindows
 from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
@@ -121,7 +120,7 @@ def fit_long_windows(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[st
     slides = _sliding(base_config)[1] or None not in own_windows(base_config)
     if context < MUCH_LONGER * tuned or windows.layers >= 1 or rows < 2 * window or slides:
         return recipe, ()
-    longer = recipe.with_layer_choice(long_windows=LongWindows(layers=windows.layers, window=window))
+    longer = recipe.with_layer_choice(long_windows=windows.model_copy(update={"window": window}))
     why = f"because the base was made for {context:,} tokens and adapt.context is {tuned:,}"
     return longer, (f"layers.long_windows.window: {window:,} in place of {windows.window:,}, {why}",)
 
