@@ -32,8 +32,9 @@ class LongWindows(Strict):
     """Linear layers with a longer window than the others. Their cache still has a constant size."""
 
     layers: Annotated[list[Index] | int | float, BeforeValidator(_numbers_or_count)]
-    """Numbers of these layers, counted from 0. Or how many there are, or below 1, what fraction of the linear layers,
-    rounded down; the run then measures which ones need it most."""
+    """Numbers of these layers, counted from 0; they become linear, and `softmax_auto` chooses among the others. Or how
+    many there are, or below 1, what fraction of the linear layers, rounded down; the run then measures which ones need
+    it most."""
     window: Annotated[int, BeforeValidator(whole), between(1, 10**8)]
     """How many of the last tokens a query attends to exactly in these layers."""
 
@@ -41,6 +42,11 @@ class LongWindows(Strict):
     def undecided(self) -> bool:
         """Whether the run measures which layers they are."""
         return not isinstance(self.layers, list)
+
+    @property
+    def named(self) -> list[int]:
+        """The layers that the recipe names."""
+        return self.layers if isinstance(self.layers, list) else []
 
     def among(self, names: list[str]) -> list[str]:
         """`names`, what every layer becomes, with the name of the longer window in these layers. The first linear
@@ -124,7 +130,12 @@ class LayerChoice(Strict):
                 few = f"keep fewer than the base's {which}"
                 raise BadInput(f"layers.softmax_auto: {self.softmax_auto} is too many; {few}")
             kept = int(self.softmax_auto) if self.softmax_auto >= 1 else max(1, int(self.softmax_auto * full))
-            chosen = [MAIN] * (full - kept) + [SOFTMAX] * kept
+            named = [] if self.long_windows is None else self.long_windows.named
+            free = [i for i in range(depth) if i not in sliding and i not in named]
+            if kept > len(free):
+                few = f"layers.long_windows.layers leaves {len(free)} to choose from"
+                raise BadInput(f"layers.softmax_auto: {kept} is too many; {few}")
+            return [SOFTMAX if i in sliding or i in free[-kept:] else MAIN for i in range(depth)]
         else:
             assert self.repeat is not None
             _check_names(self.repeat, names, "layers.repeat")

@@ -244,10 +244,10 @@ class Recipe(Strict):
         return sorted(given, key=lambda name: self.data[name].has_responses)
 
     def with_layers(self, softmax: list[int], long: list[int]) -> Recipe:
-        """This recipe with its choice of layers made: the layers `softmax` stay softmax, and the layers `long` have the
-        longer window of `layers.long_windows`."""
+        """This recipe with its choice of layers made: the layers `softmax` stay softmax. If the recipe does not name
+        the layers with the longer window of `layers.long_windows` itself, they are the layers `long`."""
         windows = self.long_windows
-        if windows is not None:
+        if windows is not None and windows.undecided:
             windows = LongWindows(layers=long, window=windows.window)
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax, long_windows=windows)})
 

@@ -95,7 +95,7 @@ def select_by_gates(
     measure = copying(switch, tokenizer, documents, length, dtype)
     chosen = largest(gates, count)
     measured = []
-    for softmax in (switch.choices, *(chosen[:kept] for kept in range(count + 1))):
+    for softmax in (switch.layers, *(chosen[:kept] for kept in range(count + 1))):
         measured.append(measure(softmax))
         report(steps + len(measured), total)
     base, linear, *reached = measured
@@ -117,7 +117,7 @@ def train_gates(
     finite.
     """
     device = switch.device
-    for softmax in (switch.choices, []):
+    for softmax in (switch.layers, []):
         switch.set_softmax(softmax).requires_grad_(False)
     with torch.no_grad():
         parts = [_divergence(switch, part, lambda: switch.set_softmax(())) for part in _parts(rows, 0, device)]
@@ -176,7 +176,7 @@ def gated(switch: Switch, logits_L: Tensor) -> Iterator[Callable[[], Any]]:
 def _divergence(switch: Switch, ids_BT: Tensor, student: Callable[[], Any]) -> Tensor:
     """KL(base || student), summed over these rows and divided by the number of tokens of a step with a next token."""
     with torch.no_grad():
-        teacher_NV = switch.set_softmax(switch.choices)(ids_BT, use_cache=False).logits.flatten(0, 1)
+        teacher_NV = switch.set_base()(ids_BT, use_cache=False).logits.flatten(0, 1)
     logits_NV, next_N = student()(ids_BT, use_cache=False).logits.flatten(0, 1), next_tokens(ids_BT)
     total = summed(logits_NV, lambda piece_NV, chunk: kl_divergence(piece_NV, teacher_NV[chunk], next_N[chunk], 1.0))
     return total / (ROWS * (ids_BT.shape[1] - 1))

@@ -26,7 +26,7 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
-from liger_convert.config.names import MAIN
+from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import collate, pack
@@ -145,23 +145,30 @@ class LayerSelection:
 class Switch:
     """A model with both attentions of every layer that is linear in `model`; the softmax ones come from `base`.
 
-    device: where they compute.
+    device: where they compute. choices: the layers to choose from, which are all of these except for those with the
+    longer window of `layers.long_windows`.
     """
 
     def __init__(self, base: Any, model: Any, device: torch.device):
         self.model, self.device = model, device
         self.attentions = [layer.self_attn for layer in base.model.layers]
         self.linear = [layer.self_attn for layer in model.model.layers]
-        self.choices = linear_layers(model.config)
+        self.names = dict(enumerate(model.config.linearization["layers"]))
+        self.layers = linear_layers(model.config)
+        self.choices = [i for i in self.layers if self.names[i] != LONG]
 
     def set_softmax(self, softmax: Collection[int]) -> Any:
-        """Switches these layers to softmax, and all others to choose from to linear. Returns the model, which is then
-        as a conversion with this plan would make it."""
-        for i in self.choices:
+        """Switches these layers to softmax, and all others with both attentions to linear. Returns the model, which is
+        then as a conversion with this plan would make it."""
+        for i in self.layers:
             layer = self.model.model.layers[i]
             layer.self_attn = self.attentions[i] if i in softmax else self.linear[i]
-            self.model.config.linearization["layers"][i] = SOFTMAX if i in softmax else MAIN
+            self.model.config.linearization["layers"][i] = SOFTMAX if i in softmax else self.names[i]
         return self.model
+
+    def set_base(self) -> Any:
+        """Switches all layers to softmax. Returns the model, which is then the base."""
+        return self.set_softmax(self.layers)
 
 
 def select_layers(
@@ -185,7 +192,8 @@ def select_layers(
         report(done, max(done, total))
         return losses
 
-    return search(switch.choices, count, counted, exchange)
+    named = [i for i in switch.layers if i not in switch.choices]
+    return search(switch.choices, count, counted, exchange, named)
 
 
 def span(plan: Plan) -> int:
@@ -219,8 +227,9 @@ def make_switch(
     *,
     trains: bool = False,
 ) -> Switch:
-    """A switch between both attentions of every layer that `plan` leaves undecided: that of the base in `base_dir`, and
-    the mixer, calibrated to it on text of `documents`.
+    """A switch between both attentions of every layer without a sliding window of its own: that of the base in
+    `base_dir`, and the mixer, calibrated to it on text of `documents`. Layers that the recipe names for a longer window
+    have it.
 
     If a GPU has no room for both models, layers are offloaded to the host's memory (see `place`). With `trains` they
     are not, because a backward pass needs all weights at once. Raises BadInput when the documents do not hold two texts
@@ -231,8 +240,9 @@ def make_switch(
         what = f"{tokens} training tokens are too few for the two spans of {length} on which layers are measured"
         raise BadInput(f"data.{recipe.given_texts[0]}: {what}; give more text")
     dtype = compute_dtype(device, recipe.precision)
+    names = [LONG if i in plan.named_windows else MAIN for i in range(len(plan.layers))]
     linearization = plan.linearization | {
-        "layers": [SOFTMAX if i in plan.sliding else MAIN for i in range(len(plan.layers))]
+        "layers": [SOFTMAX if i in plan.sliding else name for i, name in enumerate(names)]
     }
     # Only shared memories can be calibrated. An uncalibrated one could hide all differences between layers.
     if mixer["combine"] != "shared":
@@ -270,7 +280,7 @@ def divergence(switch: Switch, documents: Sequence[Document], length: int, dtype
             sums = [_kl(logits(batch), of_base, next_tokens(batch["labels"])) for batch, of_base in zip(batches, base)]
         return Divergence(_finite(torch.stack(sums).double().sum() / (len(data) * (length - 1))))
 
-    switch.set_softmax(switch.choices)
+    switch.set_base()
     with torch.inference_mode(), autocast(device, dtype):
         base = [logits(batch).to(dtype) for batch in batches]
     return measure
@@ -297,15 +307,18 @@ def _kl(logits_NV: Tensor, base_NV: Tensor, next_N: Tensor) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def search(layers: Sequence[int], count: int, measure: Measure, exchange: bool = False) -> LayerSelection:
-    """Chooses `count` softmax layers among `layers`. `measure` returns the losses for a set of softmax layers.
+def search(
+    layers: Sequence[int], count: int, measure: Measure, exchange: bool = False, others: Sequence[int] = ()
+) -> LayerSelection:
+    """Chooses `count` softmax layers among `layers`. `measure` returns the losses for a set of softmax layers. others:
+    layers that are not to be chosen, and that are softmax in the base.
 
     Every layer is measured as the only softmax layer and as the only linear layer. The 2 `count` candidates are taken
     alternately from the layers that help most alone and from those that the base misses most, which may help only
     together with others. Each round adds the candidate with the best score. With `exchange`, each further round
     exchanges the chosen layer and the candidate that improve the score most, until none do. Ties go to the lower layer.
     """
-    everything = frozenset(layers)
+    everything = frozenset((*layers, *others))
     base, linear = measure(everything), measure(frozenset())
     swapped = {i: measure(everything - {i}) for i in layers}
     restored = {i: measure(frozenset({i})) for i in layers}
@@ -331,8 +344,8 @@ def search(layers: Sequence[int], count: int, measure: Measure, exchange: bool =
     improves = exchange
     while improves:
         chosen = frozenset(layer for layer, _ in path)
-        others = sorted(set(candidates) - chosen)
-        exchanged = [chosen - {left} | {entered} for left in sorted(chosen) for entered in others]
+        enter = sorted(set(candidates) - chosen)
+        exchanged = [chosen - {left} | {entered} for left in sorted(chosen) for entered in enter]
         best = min([chosen, *exchanged], key=lambda kept: losses_of(kept).score)
         improves = best != chosen
         if improves:

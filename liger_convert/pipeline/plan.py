@@ -99,6 +99,11 @@ class Plan:
         return layers
 
     @property
+    def named_windows(self) -> list[int]:
+        """The layers that the recipe names for the longer window of `layers.long_windows`."""
+        return [] if self.undecided_windows else [i for i, name in enumerate(self.layers) if name == LONG]
+
+    @property
     def sliding(self) -> list[int]:
         """The layers with a sliding window of the base's own, if other layers see all tokens."""
         return sliding_layers(self.sliding_windows)
@@ -150,11 +155,14 @@ class Plan:
 
     def _undecided_layers(self) -> dict[str, Any]:
         """What stands for the names of all layers if a run has yet to choose some of them."""
-        found: dict[str, Any] = {"softmax_auto": self.undecided} if self.undecided else {}
-        if self.undecided_windows:
-            found = found or {"softmax": [i for i, name in enumerate(self.layers) if name == SOFTMAX]}
-            found |= {"long_windows": self.undecided_windows}
-        return {"layers": found} if found else {}
+        if not (self.undecided or self.undecided_windows):
+            return {}
+        found: dict[str, Any] = {"softmax_auto": self.undecided}
+        if not self.undecided:
+            found = {"softmax": [i for i, name in enumerate(self.layers) if name == SOFTMAX]}
+        if LONG in self.layers:
+            found["long_windows"] = self.undecided_windows or self.named_windows
+        return {"layers": found}
 
     def render(self) -> Group:
         """The plan as tables for a terminal."""
@@ -163,7 +171,8 @@ class Plan:
         for name in dict.fromkeys(self.layers[i] for i in rest):
             of_name = [i for i in rest if self.layers[i] == name]
             where = _ranges(of_name)
-            if self.undecided if name == SOFTMAX else self.undecided or self.undecided_windows:
+            open_softmax = self.undecided and name != LONG
+            if open_softmax or (self.undecided_windows and name != SOFTMAX):
                 where = f"{len(of_name)} of {len(rest)}, chosen by measurement in the run"
             if name == SOFTMAX:
                 layers.add_row(where, "softmax attention, unchanged", "", "", "")

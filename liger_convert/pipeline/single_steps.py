@@ -44,7 +44,7 @@ class Chosen:
     @property
     def long_layers(self) -> list[int]:
         """The layers with a longer window."""
-        return [] if self.windows is None else self.windows.chosen
+        return self.plan.named_windows if self.windows is None else self.windows.chosen
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON."""

@@ -49,6 +49,7 @@ def long(layers: Any, window: int = 20, **choice: Any) -> dict[str, Any]:
         (long(0.5, softmax=[0]), [N, LONG, LONG, L, L]),
         (long(0.2, softmax=[0]), [N, L, L, L, L]),  # rounded down
         (long(1, softmax_auto=2), [LONG, L, L, N, N]),
+        (long([1, 4], softmax_auto=2), [L, LONG, N, N, LONG]),  # layers that are named stay linear
         (long([0, 2], softmax_every=2), [LONG, N, LONG, N, L]),
         (long([1], linear=[1, 2]), [N, LONG, L, N, N]),
     ],
@@ -65,6 +66,8 @@ def test_layers_with_a_longer_window_are_linear_layers(layers: Any, expected: li
         (long([2, 2], softmax=[1]), "layers.long_windows.layers: layer 2 is named twice"),
         (long([0, 2, 3, 4], softmax=[1]), "would be all 4 linear layers; set mixer.window instead"),
         (long(4, softmax_auto=1), "would be all 4 linear layers; set mixer.window instead"),
+        (long([0, 2, 3, 4], softmax_auto=1), "would be all 4 linear layers; set mixer.window instead"),
+        (long([1, 2], softmax_auto=4), "layers.softmax_auto: 4 is too many; layers.long_windows.layers leaves 3"),
     ],
 )
 def test_layers_that_cannot_have_it_are_refused(layers: Any, says: str) -> None:
@@ -108,6 +111,7 @@ def test_the_plan_says_what_the_run_has_yet_to_choose() -> None:
     for layers, said in (
         (long(1, softmax_auto=2), {"softmax_auto": 2, "long_windows": 1}),
         (long(1, softmax=[0]), {"softmax": [0], "long_windows": 1}),
+        (long([2], softmax_auto=1), {"softmax_auto": 1, "long_windows": [2]}),
     ):
         made = make_plan(recipe(layers), config)
         assert made.to_dict()["linearization"]["layers"] == said
@@ -150,17 +154,19 @@ def chosen(base: Path, monkeypatch: pytest.MonkeyPatch, layers: Any, mixer: str 
     return single_steps.choose_layers(written, plan, TEXT, base, tiny_tokenizer(), CPU)
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("mixer", ["gla", "liger-paper"])
 def test_a_layer_with_the_longer_window_is_measured_as_a_conversion_would_have_it(
-    base: Path, monkeypatch: pytest.MonkeyPatch, mixer: str
+    base: Path, monkeypatch: pytest.MonkeyPatch, mixer: str, named: bool
 ) -> None:
     """Its logits are those of a model that is made with this plan and has the same calibrated memories."""
     monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
-    written = recipe(long([2], softmax=[0]), mixer)
+    written = recipe(long([2] if named else 1, softmax=[0]), mixer)
     plan: Plan = make_plan(written, load_config(base))
     switch = make_switch(written, plan, base, TEXT, CPU)
-    switch.linear[2] = window_selection.with_long_windows(switch)[2]
-    made = linearize_base(base, switch.model.config.linearization | {"layers": plan.layers}).eval()
+    if not named:
+        switch.linear[2] = window_selection.with_long_windows(switch)[2]
+    made = linearize_base(base, switch.model.config.linearization | {"layers": [N, L, LONG, L]}).eval()
     calibrated = {name: p for name, p in switch.model.state_dict().items() if ".mixer." in name}
     missing = made.load_state_dict({n: p for n, p in calibrated.items() if n in made.state_dict()}, strict=False)
     assert not missing.unexpected_keys
@@ -189,6 +195,25 @@ def test_the_layers_with_the_lowest_divergence_are_chosen_after_the_softmax_laye
     assert recipe(long(2, softmax_auto=1)).with_layers([kept], found.long_layers).layer_names(4) == [
         N if i == kept else LONG if i in found.long_layers else L for i in range(4)
     ]
+
+
+@pytest.mark.parametrize("select", ["copy", "kl", "gates"])
+def test_layers_that_a_recipe_names_keep_it_while_the_softmax_layers_are_chosen(
+    base: Path, monkeypatch: pytest.MonkeyPatch, select: str
+) -> None:
+    """Without names, one of these layers would stay softmax. The losses of the base are those of the base."""
+    free = chosen(base, monkeypatch, {"softmax_auto": 2, "select": select, "select_tokens": 600})
+    named = free.softmax_layers
+    layers = long(named, softmax_auto=1, select=select, select_tokens=600)
+    found = chosen(base, monkeypatch, layers)
+    assert found.long_layers == named
+    assert set(found.softmax_layers).isdisjoint(named)
+    assert found.softmax is not None
+    assert free.softmax is not None
+    assert found.softmax.base == free.softmax.base
+    assert found.softmax.linear != free.softmax.linear  # with the longer window in the named layers
+    made = recipe(layers).with_layers(found.softmax_layers, []).layer_names(4)
+    assert made == [LONG if i in named else N if i in found.softmax_layers else L for i in range(4)]
 
 
 @pytest.mark.parametrize("mixer", ["gla", "gated-deltanet"])

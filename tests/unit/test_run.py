@@ -274,6 +274,20 @@ def test_a_run_chooses_the_layers_with_a_longer_window_and_says_why(home, monkey
         assert "Why these layers stayed softmax" not in text
 
 
+def test_a_run_keeps_the_layers_with_a_longer_window_that_its_recipe_names(home, monkeypatch, capsys):
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    window = RECIPE["mixer"]["window"] + 3
+    options = ["--set", f"layers={{softmax_auto: 1, long_windows: {{layers: [2], window: {window}}}}}"]
+    assert main.main(["run", "recipe.yaml", "--out", "named", *options, "--set", "stages=[]"]) == 0
+    (kept,) = manifest(home / "named")["steps"]["select-layers"]["selection"]["softmax_layers"]
+    layers = ["softmax" if i == kept else "main" for i in (0, 1)] + ["long"]
+    assert load_linearized(home / "named/export").config.linearization["layers"] == layers
+    capsys.readouterr()
+    assert main.main(["select-layers", "recipe.yaml", *options]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert yaml.safe_load(line) == {"layers": {"softmax": [kept], "long_windows": {"layers": [2], "window": window}}}
+
+
 def test_a_run_records_why_layers_were_chosen_in_another_way_than_the_recipe_says(home, monkeypatch):
     monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
     kinds = ["sliding_attention", "full_attention"] * 2
