@@ -15,6 +15,7 @@ VARIANTS = [
     {"window": 1},
     {"window": 1, "sinks": 0},
     {"sinks": 0},
+    {"window": 3, "sinks": 7},
     {"window": 40},
     {"scope": "all"},
     {"combine": "learned"},

@@ -28,6 +28,7 @@ GLA = {"type": "gla", "window": WINDOW, "sinks": SINKS, "codes": 16}
 SPECS = {
     "gla": GLA,
     "a ring as long as the sinks": GLA | {"window": 4, "sinks": 3},
+    "more sinks than the window": GLA | {"window": 3, "sinks": 7},
     "liger-paper": {"type": "liger-paper", "window": WINDOW},
 }
 # two new requests of one token, prompts beside decoding requests, and steps in which all decode

@@ -53,6 +53,7 @@ OWN = {
     "head size 256, forgetting": Case(9, P=6, W=7, M=4, G=1, R=1, D=258, V=256, v_dtype=BF16),
     "window of 256": Case(9, P=255, W=256, G=1, R=2, dtype=BF16),
     "window of 300": Case(9, P=310, W=300, G=1, R=2),
+    "as many sinks as a block, bf16": Case(33, P=9, W=6, M=16, G=1, R=2, D=64, V=64, dtype=BF16),
     "more sinks than a block, holes, segments": Case(33, P=9, W=6, M=37, G=1, R=2, valid=True, segments=True),
     "more sinks than a block, a memory": Case(33, P=9, W=6, M=37, G=1, R=3, memory="key", dtype=BF16),
 }
