@@ -83,7 +83,7 @@ class LayerChoice(Strict):
 
     select: Literal["copy", "kl", "gates"] = "copy"
     """How `softmax_auto` chooses. `copy` measures the loss on a repeated text. `kl` measures the divergence from the
-    base on rows like those of a distillation. `gates` trains one gate per layer, all at once."""
+    base on text in which stretches are repeated. `gates` trains one gate per layer, all at once."""
     select_tokens: Tokens = 500_000
     """Tokens that `select: gates` trains on."""
     long_windows: LongWindows | None = None

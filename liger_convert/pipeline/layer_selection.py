@@ -1,9 +1,9 @@
 """Selects the layers that stay softmax by measurement: how much each layer helps when the others are linear.
 
 A set of softmax layers is measured on texts that are repeated once, [x, x]. The loss on the first half is its quality,
-the loss on the second half its recall. Alternatively it is measured by its KL divergence from the base on rows like
-those of a distillation. Mixers are calibrated but not trained, and those that cannot be calibrated are reduced to their
-window. So a selection takes minutes and needs no training.
+the loss on the second half its recall. Alternatively it is measured by its KL divergence from the base on rows of text
+in which a stretch is repeated. Mixers are calibrated but not trained, and those that cannot be calibrated are reduced
+to their window. So a selection takes minutes and needs no training.
 
 If layers can stand in for each other, each one looks worthless when it alone is removed from the base. So the search
 starts from a model without softmax layers and restores the layer that helps most, then the one that helps most in
@@ -58,7 +58,9 @@ LENGTH = 128  # least number of tokens of x; also at least two windows, so that 
 # The rows on which `kl` is measured. A CPU measures as many tokens as for `copy`.
 KL_LENGTH = 1024  # or two windows if they are longer; at most the base's context
 KL_TOKENS = {"cuda": 16384, "cpu": 2048}
-KL_COPIES = 0.3  # fraction of the rows with a copy, as in the recipes' first distillation; at least one row
+# Fraction of these rows in which a stretch is repeated. Softmax layers are there to recall, so it is all of them: on
+# plain text, sets of layers hardly differ, and by chance one that recalls worse came out ahead (eval/LOG.md).
+KL_COPIES = 1.0
 KL_ROWS = {"cuda": 4, "cpu": 1}  # at a time; on a GPU, a single row would be bound by kernel launches
 
 
@@ -145,15 +147,15 @@ class LayerSelection:
 class Switch:
     """A model with both attentions of every layer that is linear in `model`; the softmax ones come from `base`.
 
-    device: where they compute. choices: the layers to choose from, which are all of these except for those with the
-    longer window of `layers.long_windows`.
+    device: where they compute. layers: those with both attentions. choices: the ones to choose from, which are all but
+    those with the longer window of `layers.long_windows`.
     """
 
     def __init__(self, base: Any, model: Any, device: torch.device):
         self.model, self.device = model, device
         self.attentions = [layer.self_attn for layer in base.model.layers]
         self.linear = [layer.self_attn for layer in model.model.layers]
-        self.names = dict(enumerate(model.config.linearization["layers"]))
+        self.names: list[str] = list(model.config.linearization["layers"])
         self.layers = linear_layers(model.config)
         self.choices = [i for i in self.layers if self.names[i] != LONG]
 
@@ -182,7 +184,7 @@ def select_layers(
     if exchange:
         measure = copying(switch, tokenizer, documents, length, dtype)
     else:
-        measure = divergence(switch, documents, length, dtype, recipe.seed)
+        measure = divergence(switch, documents, length, dtype, recipe.seed, KL_COPIES)
     total, done = evaluations(len(switch.choices), count, exchange), 0
 
     def counted(softmax: Collection[int]) -> Losses:
@@ -258,14 +260,16 @@ def make_switch(
     return Switch(base, model, device)
 
 
-def divergence(switch: Switch, documents: Sequence[Document], length: int, dtype: torch.dtype, seed: int) -> Measure:
-    """Measures by KL(base || model) on rows of `documents` like those of a distillation, which have at least `length`
-    tokens if the context does. The base's logits are kept on the device in `dtype`."""
+def divergence(
+    switch: Switch, documents: Sequence[Document], length: int, dtype: torch.dtype, seed: int, copies: float
+) -> Measure:
+    """Measures by KL(base || model) on rows of `documents` with at least `length` tokens, if the context has as many. A
+    fraction of them, `copies`, has a copy. The base's logits are kept on the device in `dtype`."""
     model, device = switch.model, switch.device
     length = max(KL_LENGTH, length)
     length = min(length, context_length(model.config) or length)
     tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
-    data = rows_with_copies(documents, length, tokens, seed)
+    data = rows_with_copies(documents, length, tokens, seed, copies)
     size = KL_ROWS.get(device.type, KL_ROWS["cuda"])
     parts = [data[start : start + size] for start in range(0, len(data), size)]
     batches = [{name: x_BT.to(device) for name, x_BT in collate(part).items()} for part in parts]
@@ -286,16 +290,18 @@ def divergence(switch: Switch, documents: Sequence[Document], length: int, dtype
     return measure
 
 
-def rows_with_copies(documents: Sequence[Document], length: int, tokens: int, seed: int) -> list[dict[str, Tensor]]:
-    """Rows of `length` tokens, as `pack` gives them. The same number of them has a copy with every seed: the fraction
-    KL_COPIES, but at least one.
+def rows_with_copies(
+    documents: Sequence[Document], length: int, tokens: int, seed: int, fraction: float
+) -> list[dict[str, Tensor]]:
+    """Rows of `length` tokens, as `pack` gives them. The same number of them has a copy with every seed: this fraction
+    of them, but at least one.
 
     If each row had a copy by chance, as in training, that would decide the choice: the divergence of a model without
     softmax layers was .09 or .54 with 1 or 8 % of copied tokens in sixteen rows (eval/LOG.md).
     """
     text, copies = (pack(documents, length, tokens, seed, concat_documents=True, copy_fraction=x) for x in (0.0, 1.0))
     rows = len(text)
-    count = max(1, round(KL_COPIES * rows))
+    count = max(1, round(fraction * rows))
     copied = {i * rows // count for i in range(count)}
     return [copies[i] if i in copied else text[i] for i in range(rows)]
 

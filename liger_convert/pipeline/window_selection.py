@@ -24,6 +24,8 @@ from liger_convert.pipeline.plan import Plan
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.progress import Report
 
+COPIES = 0.3  # fraction of the rows with a copy, as in the recipes' first distillation
+
 
 @dataclass(frozen=True)
 class WindowSelection:
@@ -73,7 +75,8 @@ def select_windows(
     """Chooses the layers whose longer window `plan` leaves undecided, among the linear attentions of `switch`, on text
     of `documents`. softmax: the layers that stay softmax."""
     long = with_long_windows(switch)
-    measure = divergence(switch, documents, span(plan), compute_dtype(switch.device, recipe.precision), recipe.seed)
+    dtype = compute_dtype(switch.device, recipe.precision)
+    measure = divergence(switch, documents, span(plan), dtype, recipe.seed, COPIES)
     linear = [i for i in switch.choices if i not in softmax]
     total, done = len(linear) + 2, 0
 

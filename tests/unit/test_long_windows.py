@@ -226,6 +226,21 @@ def test_models_that_a_gpu_cannot_hold_give_the_same_choice(
     assert all(any(".self_attn." in name for name in of_model) for of_model in waiting)
 
 
+def test_softmax_layers_are_chosen_on_copies_alone_and_longer_windows_on_plain_text_too(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    made = layer_selection.rows_with_copies
+
+    def rows(documents: Any, length: int, tokens: int, seed: int, copies: float) -> Any:
+        asked.append(copies)
+        return made(documents, length, tokens, seed, copies)
+
+    monkeypatch.setattr(layer_selection, "rows_with_copies", rows)
+    chosen(base, monkeypatch, long(1, softmax_auto=1, select="kl"))
+    assert asked == [1.0, 0.3]
+
+
 def test_softmax_layers_that_a_recipe_names_are_kept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(base, monkeypatch, long(1, softmax=[1]))
     assert found.to_dict()["softmax_layers"] == [1]

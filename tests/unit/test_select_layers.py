@@ -225,7 +225,7 @@ def test_equally_many_of_the_rows_for_kl_have_a_copy_with_every_seed(rows: int, 
     ids = np.arange(4096, dtype=np.int32)  # no token twice, unless it is copied
     text = [Document(part, np.ones(256, bool), 256) for part in np.split(ids, 16)]
     for seed in range(12):
-        made = [row["input_ids"] for row in layer_selection.rows_with_copies(text, 64, 64 * rows, seed)]
+        made = [row["input_ids"] for row in layer_selection.rows_with_copies(text, 64, 64 * rows, seed, 0.3)]
         assert [len(row) for row in made] == [64] * rows
         assert sum(len(row.unique()) < 64 for row in made) == copied
         plain = torch.cat([row for row in made if len(row.unique()) == 64] or [torch.empty(0)])
