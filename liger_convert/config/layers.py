@@ -131,11 +131,12 @@ class LayerChoice(Strict):
                 raise BadInput(f"layers.softmax_auto: {self.softmax_auto} is too many; {few}")
             kept = int(self.softmax_auto) if self.softmax_auto >= 1 else max(1, int(self.softmax_auto * full))
             named = [] if self.long_windows is None else self.long_windows.named
-            free = [i for i in range(depth) if i not in sliding and i not in named]
+            seeing_all = [i for i in range(depth) if i not in sliding]
+            free = [i for i in seeing_all if i not in named]
             if kept > len(free):
                 few = f"layers.long_windows.layers leaves {len(free)} to choose from"
                 raise BadInput(f"layers.softmax_auto: {kept} is too many; {few}")
-            return [SOFTMAX if i in sliding or i in free[-kept:] else MAIN for i in range(depth)]
+            chosen = [SOFTMAX if i in free[-kept:] else MAIN for i in seeing_all]
         else:
             assert self.repeat is not None
             _check_names(self.repeat, names, "layers.repeat")

@@ -242,10 +242,9 @@ def make_switch(
         what = f"{tokens} training tokens are too few for the two spans of {length} on which layers are measured"
         raise BadInput(f"data.{recipe.given_texts[0]}: {what}; give more text")
     dtype = compute_dtype(device, recipe.precision)
-    names = [LONG if i in plan.named_windows else MAIN for i in range(len(plan.layers))]
-    linearization = plan.linearization | {
-        "layers": [SOFTMAX if i in plan.sliding else name for i, name in enumerate(names)]
-    }
+    sliding, named = plan.sliding, plan.named_windows
+    layers = [SOFTMAX if i in sliding else LONG if i in named else MAIN for i in range(len(plan.layers))]
+    linearization = plan.linearization | {"layers": layers}
     # Only shared memories can be calibrated. An uncalibrated one could hide all differences between layers.
     if mixer["combine"] != "shared":
         linearization = window_control(linearization)
@@ -314,17 +313,17 @@ def _kl(logits_NV: Tensor, base_NV: Tensor, next_N: Tensor) -> Tensor:
 
 
 def search(
-    layers: Sequence[int], count: int, measure: Measure, exchange: bool = False, others: Sequence[int] = ()
+    layers: Sequence[int], count: int, measure: Measure, exchange: bool = False, named: Sequence[int] = ()
 ) -> LayerSelection:
-    """Chooses `count` softmax layers among `layers`. `measure` returns the losses for a set of softmax layers. others:
-    layers that are not to be chosen, and that are softmax in the base.
+    """Chooses `count` softmax layers among `layers`. `measure` returns the losses for a set of softmax layers. named:
+    layers that the recipe makes linear, so that they are softmax in the base alone.
 
     Every layer is measured as the only softmax layer and as the only linear layer. The 2 `count` candidates are taken
     alternately from the layers that help most alone and from those that the base misses most, which may help only
     together with others. Each round adds the candidate with the best score. With `exchange`, each further round
     exchanges the chosen layer and the candidate that improve the score most, until none do. Ties go to the lower layer.
     """
-    everything = frozenset((*layers, *others))
+    everything = frozenset((*layers, *named))
     base, linear = measure(everything), measure(frozenset())
     swapped = {i: measure(everything - {i}) for i in layers}
     restored = {i: measure(frozenset({i})) for i in layers}
@@ -350,8 +349,8 @@ def search(
     improves = exchange
     while improves:
         chosen = frozenset(layer for layer, _ in path)
-        enter = sorted(set(candidates) - chosen)
-        exchanged = [chosen - {left} | {entered} for left in sorted(chosen) for entered in enter]
+        others = sorted(set(candidates) - chosen)
+        exchanged = [chosen - {left} | {entered} for left in sorted(chosen) for entered in others]
         best = min([chosen, *exchanged], key=lambda kept: losses_of(kept).score)
         improves = best != chosen
         if improves:

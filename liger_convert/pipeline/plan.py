@@ -171,8 +171,8 @@ class Plan:
         for name in dict.fromkeys(self.layers[i] for i in rest):
             of_name = [i for i in rest if self.layers[i] == name]
             where = _ranges(of_name)
-            open_softmax = self.undecided and name != LONG
-            if open_softmax or (self.undecided_windows and name != SOFTMAX):
+            yet_to_choose = {SOFTMAX: self.undecided, LONG: self.undecided_windows}
+            if yet_to_choose.get(name, self.undecided or self.undecided_windows):
                 where = f"{len(of_name)} of {len(rest)}, chosen by measurement in the run"
             if name == SOFTMAX:
                 layers.add_row(where, "softmax attention, unchanged", "", "", "")
