@@ -309,8 +309,7 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     ours = {OURS: OPS[name]}
     taken = dtype == torch.bfloat16 or name not in BF16_ALONE
     taken = taken and (name != "delta_rule" or a.head_size <= 128)
-    has_kernels = any(name in FAST[library] for library in ("triton", "slots"))
-    if has_kernels and taken and device.type == "cuda" and find_spec("triton"):
+    if name in FAST["triton"] and taken and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():
         products = torch.finfo(dtype).eps if implementation == KERNELS and dtype == torch.bfloat16 else None

@@ -1,11 +1,10 @@
 """Checks every recurrence and every mixer on this machine's GPU: `python kernels/check_gpu.py`.
 
-Ops run on their own cases (odd sizes, states carried in, packing, grouped heads, strong gates), in fp32, in bf16 and
-in whatever else a case is in, by every path there is: the torch op, our kernels (`use("triton")` and
-`use("triton+slots")`) and, where fla-core is installed, its kernels alone (`use("fla")`), also where ours take the
-case. Outputs, states and all gradients are held to the plain loop in float64
-on the CPU, within twice the error of the same loop in the case's dtype. Where one exceeds that, means over variations
-of the case decide: the error of a result of few numbers is as much luck as anything.
+Ops run on their own cases (odd sizes, states carried in, packing, grouped heads, strong gates), in fp32, in bf16 and in
+whatever else a case is in, by every path there is: the torch op, our kernels (`use("triton")`) and, where fla-core is
+installed, its kernels alone (`use("fla")`), also where ours take the case. Outputs, states and all gradients are held
+to the plain loop in float64 on the CPU, within twice the error of the same loop in the case's dtype. Where one exceeds
+that, means over variations of the case decide: the error of a result of few numbers is as much luck as anything.
 
 A mixer runs as one linearized layer between its projections: a prompt, the steps of one token after it as generation
 takes them, and the gradient of its input, held to the same layer in float64 on the CPU, within twice the error of the
@@ -120,7 +119,7 @@ def untuned() -> Iterator[None]:
 def paths(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("torch",)
-    return ("torch", "triton", "triton+slots", *(["fla"] if has_fla() else []))
+    return ("torch", "triton", *(["fla"] if has_fla() else []))
 
 
 @contextmanager

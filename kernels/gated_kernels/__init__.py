@@ -47,13 +47,21 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         op: (f"gated_kernels.{op}.triton", f"triton_{op}")
-        for op in ("codebook", "codebook_gla", "delta_rule", "elementwise", "fused_step", "gla", "simple_gla", "swa")
+        for op in (
+            "codebook",
+            "codebook_gla",
+            "delta_rule",
+            "elementwise",
+            "fused_step",
+            "gla",
+            "simple_gla",
+            "slots",
+            "swa",
+        )
     }
     | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")}
     | {op: ("gated_kernels.prompt.triton", f"triton_{op}") for op in ("memory_logit", "rms_norm", "rotary")}
     | {op: ("gated_kernels.projections.triton", f"triton_{op}") for op in ("projections", "swiglu")},
-    # ours too, but separate until they were timed on a GPU
-    "slots": {"slots": ("gated_kernels.slots.triton", "triton_slots")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
 OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
@@ -66,9 +74,8 @@ def use(path: str) -> None:
     flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
     runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
     on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
-    once. "+slots" adds our kernels for that recurrence, whose speed is not measured yet. The environment variable
-    GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go to torch. So does what
-    the kernels do not support, with one warning that says why.
+    once. The environment variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU
+    always go to torch. So does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """

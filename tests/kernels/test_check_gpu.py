@@ -74,7 +74,7 @@ def test_fla_core_is_checked_by_itself_on_what_our_kernels_take_as_well(
 ) -> None:
     monkeypatch.setattr(script, "has_fla", lambda: True)
     monkeypatch.setattr(gated_kernels, "has_fla", lambda: True)
-    assert script.paths(torch.device("cuda")) == ("torch", "triton", "triton+slots", "fla")
+    assert script.paths(torch.device("cuda")) == ("torch", "triton", "fla")
     with script.by("fla"):
         assert [kernel.__module__ for kernel in kernels_for("delta_rule")] == ["gated_kernels.delta_rule.fla"]
         assert not any(kernels_for(op) for op in ("delta_rule_step", "gla", "swa"))

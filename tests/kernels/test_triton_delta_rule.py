@@ -306,8 +306,7 @@ def test_fla_core_is_asked_for_what_the_kernels_leave() -> None:
     [
         "torch",
         "triton",
-        "triton+slots",
-        *(["fla", "triton+fla", "triton+slots+fla"] if gated_kernels.has_fla() else []),
+        *(["fla", "triton+fla"] if gated_kernels.has_fla() else []),
     ],
 )
 def test_the_path_says_which_kernels_run(path: str) -> None:
@@ -324,7 +323,7 @@ def test_the_path_says_which_kernels_run(path: str) -> None:
 
 
 def test_the_name_that_the_kernels_had_before_is_refused_with_the_paths_there_are() -> None:
-    with pytest.raises(ValueError, match=r"some of triton, slots, fla joined by \+, not by 'triton\+delta'"):
+    with pytest.raises(ValueError, match=r"some of triton, fla joined by \+, not by 'triton\+delta'"):
         gated_kernels.use("triton+delta")
 
 

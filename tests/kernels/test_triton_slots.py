@@ -54,7 +54,7 @@ OWN = {
 @pytest.fixture(autouse=True)
 def _in_triton() -> Iterator[None]:
     gated_inputs.warn_once.cache_clear()
-    gated_kernels.use("triton+slots")
+    gated_kernels.use("triton")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(slots|gla|simple_gla) runs in torch")  # nothing is left to it
         yield

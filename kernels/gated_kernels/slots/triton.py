@@ -3,8 +3,6 @@
 The keys' read is a transposed one (see `gla/bf16.py`), the values' read an ordinary one. Matrix products have operands
 in bf16 and accumulate in fp32. Logits, normalizers and the softmax between the reads are in fp32.
 
-They run only where they are asked for, by GATED_KERNELS=triton+slots, as their speed has not been measured.
-
 Shapes: B batch, T tokens, H query heads, G key-value heads, D key size, V value size, M slots.
 """
 
