@@ -104,8 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     last_words = "stopped before it could clean up; continue a run with --resume" if processes.is_first() else ""
     with safe_streams() as (out, err), interrupts.handled(last_words):
-        code = _command([word for word in words if word != "--debug"], debug="--debug" in words)
-        out.flush()
+        try:
+            code = _command([word for word in words if word != "--debug"], debug="--debug" in words)
+            out.flush()
+        except KeyboardInterrupt:  # a second signal, while the first one was being reported
+            code = _stopped()
         if out.error is not None and code == 0:
             code = _fail(f"standard output cannot be written: {out.error.strerror}", 1)
         if code and processes.count() > 1:

@@ -346,6 +346,19 @@ def test_a_second_signal_does_not_wait():
         signal.signal(signal.SIGINT, heard)
 
 
+def test_a_second_signal_while_the_first_is_reported_shows_no_traceback(monkeypatch):
+    def report(sentence: str, code: int) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the second signal was not raised")
+
+    def families() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(main, "_fail", report)
+    monkeypatch.setattr(main, "app", lambda *_, **__: families())
+    assert main.main(["families"]) == 128 + signal.SIGTERM
+
+
 def test_handlers_are_put_back(home):
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
