@@ -16,8 +16,7 @@ OUT ?= runs/demo
 # options of all of them, and `make report-NAME` makes one. A manifest quotes them, so give local files by paths below
 # this folder, say
 #   make report-smollm2-135m-gla SET="--set base=runs/inputs/SmolLM2-135M-Instruct --set eval.data=runs/inputs/tasks"
-REPORTS := $(addprefix smollm2-135m-,gla-short hybrid-short liger-paper-short gla hybrid liger-paper \
-	$(addprefix liger-paper-,random-gates feature-map no-lora no-window))
+REPORTS := $(addprefix smollm2-135m-,gla-short hybrid-short liger-paper-short gla hybrid liger-paper)
 SET ?=
 # the site, in site/; the variable silences an advertisement
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -48,4 +48,4 @@ def test_every_report_is_on_the_page_under_its_kind() -> None:
         assert f"| {method.kind} |" in lines[0]
     kinds = {method.folder.name: method.kind for method in found}
     assert kinds["smollm2-135m-gla"] == "ours"
-    assert kinds["smollm2-135m-liger-paper-no-window"] == "Liger's layer"
+    assert kinds["smollm2-135m-liger-paper"] == "Liger's layer"

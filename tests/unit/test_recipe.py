@@ -1,4 +1,5 @@
 import inspect
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -296,22 +297,27 @@ def test_the_default_recipe_is_that_of_the_other_hybrids():
 @pytest.mark.parametrize(
     ("ablation", "mixer", "stage"),
     [
-        ("random-gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
-        ("feature-map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
-        ("no-lora", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
-        ("no-window", {"combine": "memory"}, {}),
+        ("windows of 16 to 256", {"window": 128}, {}),
+        ("no window", {"combine": "memory"}, {}),
+        ("random gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
+        ("a feature map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
+        ("no LoRA", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
     ],
 )
-def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_else(ablation, mixer, stage):
-    name = "smollm2-135m-liger-paper"
-    expected = recipe.load(RECIPES / f"{name}.yaml").dump()
-    expected["name"] = f"{name}-{ablation}"
+def test_an_ablation_in_the_header_of_the_published_recipe_changes_what_it_names_and_nothing_else(
+    ablation, mixer, stage
+):
+    path = RECIPES / "smollm2-135m-liger-gla.yaml"
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("#   --set") and ablation in line]
+    words = shlex.split(line.removeprefix("#").removesuffix(ablation))
+    assert set(words[::2]) == {"--set"}
+    expected = recipe.load(path).dump()
     expected["mixer"] |= mixer
     (trained,) = expected["stages"]
     for field, value in stage.items():
         section, _, key = field.rpartition(".")
         (trained[section] if section else trained)[key] = value
-    assert recipe.load(RECIPES / f"{name}-{ablation}.yaml").dump() == expected
+    assert recipe.load(path, words[1::2]).dump() == expected
 
 
 @pytest.mark.parametrize(
