@@ -50,24 +50,19 @@ def test_a_layer_is_checked_and_timed_beside_its_peers_and_every_row_is_kept(lay
     layer.show(rows)
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(3600.0, None), (0.0, 2)])
-def test_an_op_that_takes_longer_than_its_time_is_called_twice(monkeypatch, seconds: float, calls: int | None) -> None:
+def test_an_op_that_takes_longer_than_its_time_is_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of the plain loop over thousands of tokens takes half a minute."""
     monkeypatch.syspath_prepend(str(KERNELS))
+    bench = import_module("bench")
     called: list[int] = []
 
     def step(op: Any, inputs: int) -> None:
         called.append(inputs)
-        if len(called) == 5:
-            raise StopIteration
 
-    bench = import_module("bench")
-    if calls is None:
-        with pytest.raises(StopIteration):  # it would go on for an hour
-            bench.milliseconds(step, None, [1, 2], "cpu", seconds)
-    else:
-        assert bench.milliseconds(step, None, [1, 2], "cpu", seconds) > 0
-        assert called == [1, 2]
+    assert bench.milliseconds(step, None, [1, 2], "cpu", seconds=0) > 0
+    assert called == [1, 2]
+    bench.milliseconds(step, None, [1, 2], "cpu", seconds=0.05)
+    assert len(called) >= 7, "a quick one at least three times after its warm-up"
 
 
 def test_a_layer_whose_gradients_are_wrong_is_not_timed(layer, monkeypatch) -> None:
