@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = _command([word for word in words if word != "--debug"], debug="--debug" in words)
             out.flush()
-        except KeyboardInterrupt:  # a second signal, while the first one was being reported
+        except KeyboardInterrupt:  # outside the command, such as a second one while the first is being reported
             code = _stopped()
         if out.error is not None and code == 0:
             code = _fail(f"standard output cannot be written: {out.error.strerror}", 1)

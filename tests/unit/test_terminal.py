@@ -351,11 +351,8 @@ def test_a_second_signal_while_the_first_is_reported_shows_no_traceback(monkeypa
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("the second signal was not raised")
 
-    def families() -> None:
-        signal.raise_signal(signal.SIGTERM)
-
     monkeypatch.setattr(main, "_fail", report)
-    monkeypatch.setattr(main, "app", lambda *_, **__: families())
+    monkeypatch.setattr(main, "app", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     assert main.main(["families"]) == 128 + signal.SIGTERM
 
 
