@@ -32,7 +32,7 @@ from liger_convert.io.files import atomic_write, refuse_existing, scratch_folder
 from liger_convert.io.inputs import check_text
 from liger_convert.io.text_part import EMBEDDINGS
 from liger_convert.io.weight_scale import weight_scale
-from liger_convert.mixers import MIXERS, SOFTMAX
+from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.gla import GLA
 from liger_convert.model import linear_layers
@@ -138,9 +138,9 @@ def calibrate_model(
     refuse_quantized(config, model, "calibrate")
     linearization = config.linearization
     used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
-    reach = [spec["window"] + spec["sinks"] for spec in used if spec["combine"] == "shared"]
+    reach = [spec.window + spec.sinks for spec in map(make_spec, used) if spec.is_calibrated]
     if not reach:
-        raise BadInput(f"{model}: has nothing to calibrate; only mixers with combine: shared are calibrated")
+        raise BadInput(f"{model}: has nothing to calibrate; only mixers with combine: shared or learned are calibrated")
     if tokens < seq_len:
         raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
     where = pick_device(device)
@@ -257,6 +257,9 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
+        require_base(recipe.base, base, model)
+        if (unlike := unlike_base(recipe.base, base, model)) is not None:
+            console.print(f"warning: {unlike}", markup=False, soft_wrap=True)
         begun = begun_stage(recipe, number, model, base, out if resume and out.exists() else None)
         of_base = checkpoint.load_config(base, recipe.base_options.trust_remote_code)
         plan = make_plan(recipe, of_base, scale=weight_scale(base))

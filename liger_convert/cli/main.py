@@ -33,7 +33,7 @@ from liger_convert.utils.terminal import safe_streams
 app = typer.Typer(
     name="linearize",
     help="Turn a pretrained Hugging Face decoder into a linear-time model with a constant-size memory.",
-    epilog="Start with: linearize run smollm2-135m-quick",
+    epilog="Start with: linearize plan --base HuggingFaceTB/SmolLM2-135M-Instruct",
     cls=Group,
     pretty_exceptions_enable=False,
 )

@@ -17,7 +17,7 @@ from liger_convert.cli.commands import (
     text_source,
     unlike_base,
 )
-from liger_convert.config.sources import meet
+from liger_convert.config.sources import PydocSource, meet
 from liger_convert.data.documents import Document, load_source
 from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.eval.narrow import context_of, cut_prompts, narrow
@@ -27,6 +27,8 @@ from liger_convert.io.files import refuse_existing
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import check_quantizable
 from liger_convert.pipeline.export import export_model
+from liger_convert.pipeline.manifest import FILE as MANIFEST
+from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.preflight import check_tasks
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
@@ -60,11 +62,15 @@ class EvalInputs:
         self.text, self.other_text = text, _other_text(text, other_text)
         self.data_dir, self.limit, self.batch_size = data_dir, limit, batch_size
 
-    def documents(self, tokenizer: Any) -> dict[str, Any]:
-        """The texts that the suite reads, as arguments of `evaluation.evaluate_model`."""
-        needs_held_out = self.suite.needs_held_out(has_other=self.other_text is not None)
+    @property
+    def needs_held_out(self) -> bool:
+        return self.suite.needs_held_out(has_other=self.other_text is not None)
+
+    def documents(self, tokenizer: Any, model: str | Path) -> dict[str, Any]:
+        """The texts that the suite reads, as arguments of `evaluation.evaluate_model`. model: whose run says which part
+        of Python's documentation is held out."""
         return {
-            "held_out": _held_out(self.text, tokenizer) if needs_held_out else None,
+            "held_out": _held_out(self.text, tokenizer, model) if self.needs_held_out else None,
             "other": _other(self.suite, self.other_text, tokenizer),
         }
 
@@ -92,6 +98,8 @@ def evaluate_models(
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}}, NAME `linearized` or `model`, and `base` for a baseline;
     where something of the suite was left out also {"notes": […]}. Raises BadInput."""
+    if baseline == model:
+        raise BadInput(f"--baseline {baseline}: is the model itself; name another one, or leave it out")
     suite, found, base_rows = inputs.suite, {}, None
     with ExitStack() as stack:
         folders = {
@@ -114,7 +122,7 @@ def evaluate_models(
             name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
             tokenizer = tokenizers[source]
             options: dict[str, Any] = {"batch_size": inputs.batch_size, "precision": inputs.precision}
-            options |= inputs.documents(tokenizer)
+            options |= inputs.documents(tokenizer, model)
             measured = None  # lets go of the model before
             measured = generation.load_model(
                 folder, inputs.device, inputs.precision, trust_remote_code=trust_remote_code
@@ -125,7 +133,7 @@ def evaluate_models(
                     base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
-    said = [*notes[model], *cut_prompts(found)]
+    said = [*notes[model], *cut_prompts(found), *_unknown_part(model, folders[model], inputs)]
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}
 
 
@@ -145,7 +153,7 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             model,
             folder if base is not None else None,
             inputs.suite,
-            **inputs.documents(tokenizer),
+            **inputs.documents(tokenizer, model),
             data_dir=inputs.data_dir,
             limit=inputs.limit,
             batch_size=inputs.batch_size,
@@ -154,7 +162,7 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             precision=inputs.precision,
             report=report,
         )
-    notes = [*([unlike] if unlike is not None else []), *results.get("notes", [])]
+    notes = [*([unlike] if unlike is not None else []), *results.get("notes", []), *_unknown_part(model, model, inputs)]
     return results | ({"notes": notes} if notes else {})
 
 
@@ -173,7 +181,7 @@ def export_quantized(
     with show_progress("export") as report:
         if text is not None:
             tokenizer = checkpoint.load_tokenizer(model)
-            ids_NT = windows_of_text(tokenizer, _held_out(text, tokenizer), config)
+            ids_NT = windows_of_text(tokenizer, _held_out(text, tokenizer, model), config)
 
             def measure(folder: Path) -> dict[str, Any]:
                 return {**quantization_loss(model, folder, ids_NT, where, report)}
@@ -189,10 +197,37 @@ def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:
         raise BadInput(f"--baseline {baseline}: {what}; choose a suite without agreement")
 
 
-def _held_out(text: str, tokenizer: Any) -> Sequence[Document]:
-    """A whole file, or the part of Python's documentation that a recipe with the same seed does not train on."""
-    documents = load_source(text_source(text), tokenizer)
-    return documents.held_out if text == PYDOC else documents.train
+def _held_out(text: str, tokenizer: Any, model: str | Path) -> Sequence[Document]:
+    """A whole file, or the part of Python's documentation that the run around `model` has held out.
+
+    Without a run that trained on it, that is the part that a run with seed 0 and `held_out: 0.1` holds out.
+    """
+    if text != PYDOC:
+        return load_source(text_source(text), tokenizer).train
+    source, seed = _pydoc_of_run(model) or (text_source(PYDOC), 0)
+    return load_source(source, tokenizer, seed=seed).held_out
+
+
+def _pydoc_of_run(model: str | Path) -> tuple[PydocSource, int] | None:
+    """The source of Python's documentation in the recipe of the run around `model`, and its seed; None without one."""
+    run = Path(model).parent
+    if not (run / MANIFEST).exists():
+        return None
+    manifest = Manifest.read(run)
+    for source in manifest.recipe.get("resolved", {}).get("data", {}).values():
+        if source["source"] == PYDOC and source["held_out"]:
+            return PydocSource(held_out=source["held_out"]), manifest.seed
+    return None
+
+
+def _unknown_part(model: str | Path, folder: Path, inputs: EvalInputs) -> list[str]:
+    """A note if the model may have been trained on the part of Python's documentation that it was measured on."""
+    if inputs.text != PYDOC or not inputs.needs_held_out or not is_linearized(folder):
+        return []
+    if (Path(model).parent / MANIFEST).exists():
+        return []
+    what = "the run of the model is not around it, so the part held out is that of a run with seed 0 and held_out 0.1"
+    return [f"--text {PYDOC}: {what}; if it was trained on another part, give other text"]
 
 
 def _suite(name: str, include_path: Path | None) -> suites.Suite:

@@ -21,7 +21,7 @@ from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Stri
 from liger_convert.config.layers import LayerChoice, Layers, LongWindows, resolve_layers
 from liger_convert.config.names import LONG, MAIN, SOFTMAX
 from liger_convert.config.sources import AnySource, PydocSource, TeacherSource, meet
-from liger_convert.config.stages import DECAYS_BASE, AnyStage
+from liger_convert.config.stages import DECAYS_BASE, AlignStage, AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
 
@@ -147,6 +147,9 @@ class Recipe(Strict):
                     refuse(f"stages[{i}].loss_on", f"source {name!r} is text without responses, so set it to all")
             if self.adapt is not None and self.adapt.lora_variant == "pissa" and stage.weight_decay:
                 refuse(f"stages[{i}].weight_decay", DECAYS_BASE)
+            trained = any(earlier.learning_rates.mixer is not None for earlier in self.stages[:i])
+            if isinstance(stage, AlignStage) and stage.fits_mixers and trained:
+                refuse(f"stages[{i}].calibrate", "would overwrite the mixers that earlier stages trained; use false")
         self._check_prompts()
         text = self.eval.text
         if text is not None:

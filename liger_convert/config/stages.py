@@ -29,9 +29,9 @@ class LearningRates(Strict):
     mixer: Rate | None = None
     """The new parameters: gates, feature maps, codes, and how the memory and the window are combined."""
     attention: Rate | None = None
-    """The attention projections of the base."""
+    """The attention projections, and norms of queries and keys, of linearized layers."""
     body: Rate | None = None
-    """The other weights of the base's layers: MLPs and norms."""
+    """The other weights of the layers: MLPs, norms, and all attention of layers that stay softmax."""
     embeddings: Rate | None = None
     """The token embeddings and the output head."""
     lora: Rate | None = None
@@ -237,6 +237,11 @@ class AlignStage(Stage):
     """Train the layers one after the other on one GPU, with one layer of the base in memory at a time, so that any
     model fits. The hidden states of the stage's rows are stored on disk; they take twice `tokens` × the hidden size in
     values. The result is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
+
+    @property
+    def fits_mixers(self) -> bool:
+        """Whether the stage calibrates. A stage that does not train the mixers leaves them as they are."""
+        return self.calibrate and self.learning_rates.mixer is not None
 
     @model_validator(mode="after")
     def _reachable(self) -> AlignStage:

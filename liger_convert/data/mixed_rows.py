@@ -93,10 +93,6 @@ class MixedDataset(Dataset[dict[str, Tensor]]):
         source, number = self.schedule.locate(row)
         return self.parts[source].whole(number)
 
-    def source_of(self, row: int) -> str:
-        """The name of a row's source."""
-        return self.names[self.schedule.locate(row)[0]]
-
     @property
     def sources(self) -> dict[str, SourceShare]:
         """How much is read of each source, by name."""

@@ -1,4 +1,6 @@
-"""The folder of a run. All its paths are made here, and all deletions in it are done here."""
+"""The folder of a run: its paths, and the removal of a step's results.
+
+What a stage or a measure keeps until it is finished, it removes itself."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ STEPS = "steps"
 
 
 class RunFolder:
-    """The folder `out` of a run. Paths in it come from `path`; only `remove` and `discard` delete anything."""
+    """The folder `out` of a run. Paths in it come from `path`; `remove` and `discard` delete the results of steps."""
 
     def __init__(self, out: Path):
         self.out = Path(out)

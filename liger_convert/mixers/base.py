@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.calibration import Calibration
+from liger_convert.mixers.gate_projection import GateProjection
 from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.mixers.projection_pieces import STATES as SHIFT_STATES
 from liger_convert.mixers.projection_pieces import QueryKeyNorm, make_shift, shift_shapes
@@ -126,10 +127,11 @@ class Mixer(nn.Module, ABC):
             self.forget_bias_G = nn.Parameter(torch.empty(dims.kv_heads))
         self.shift = make_shift(spec.shift, dims)
         self.qk_norm = QueryKeyNorm(dims) if spec.normalizes_qk else None
-        self.short_conv = ShortConvolutions(spec.conv_taps, dims) if spec.conv_taps else None
+        self.gate_projection = GateProjection(self.gate_sizes(spec, dims), dims) if spec.projects_gates else None
+        self.short_conv = ShortConvolutions(spec.conv_taps, spec.conv_function, dims) if spec.conv_taps else None
         has_norm, has_gate = spec.read_pieces
         self.read_norm = ReadNorm(dims) if has_norm else None
-        self.read_gate = ReadGate(dims) if has_gate else None
+        self.read_gate = ReadGate(dims, spec.read_gate_function) if has_gate else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which cannot hold a loss that still has its graph."""
@@ -148,7 +150,7 @@ class Mixer(nn.Module, ABC):
             init.zeros_(self.forget_GC)
         if self.spec.forget and self.spec.forget_gate != "fixed":
             init.copy_(self.forget_bias_G, self.first_forget_bias(self.forget_bias_G.device))
-        for piece in (self.shift, self.qk_norm, self.short_conv, self.read_norm, self.read_gate):
+        for piece in (self.shift, self.qk_norm, self.gate_projection, self.short_conv, self.read_norm, self.read_gate):
             if piece is not None:
                 piece.reset_parameters()
 
@@ -172,6 +174,11 @@ class Mixer(nn.Module, ABC):
         return {**cls.state_shape(spec, dims), **kept}
 
     @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        """The logits of each gate per key-value head, by the gate's name, which `gate_proj` adds a projection to."""
+        return {}
+
+    @classmethod
     @abstractmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         """The last dimensions of what `deferred_inputs` returns; the ring keeps these until eviction."""
@@ -186,6 +193,20 @@ class Mixer(nn.Module, ABC):
 
         inputs: the deferred inputs; with a short convolution, the convolved last one is appended.
         """
+
+    def with_projected_gates(self, keys: tuple[Tensor, ...], qkv: QKV) -> tuple[Tensor, ...]:
+        """The keys to keep until they are written; before them, with `gate_proj`, the projection to the gates."""
+        if self.gate_projection is None:
+            return keys
+        return self.gate_projection(qkv.x_BTC).to(keys[0].dtype), *keys
+
+    def gate_key(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The first key of `with_projected_gates`, which gates are pooled from."""
+        return inputs[0 if self.gate_projection is None else 1]
+
+    def plus_projection(self, logits: Tensor, inputs: tuple[Tensor, ...], name: str) -> Tensor:
+        """The logits of a gate [B,T,G,X]; with `gate_proj`, plus the projection to it."""
+        return logits if self.gate_projection is None else logits + self.gate_projection.of_gate(inputs[0], name)
 
     def write_masked(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor, mask: WriteMask) -> tuple[Tensor, ...]:
         """As `write`, with entries that leave the state unchanged for the tokens that the mask leaves out."""

@@ -3,8 +3,8 @@
 y_t = sum_j w[K - 1 - j] x_{t-j},   j = 0 to K - 1, over the tokens of t's own document
 
 Mamba (2312.00752), DeltaNet (2406.06484) and related models use K = 4. It starts as the identity, w = (0, …, 0, 1).
-The papers' SiLU after it is left out, because no weights make the two together the identity. The window's queries, keys
-and values are not convolved.
+The papers' SiLU after it is an option, because no weights make the two together the identity. The window's queries,
+keys and values are not convolved.
 
 Shapes: B batch, T new tokens, K taps, P = K - 1 tokens before them, S = P + T, N heads of any kind, D head size.
 """
@@ -20,6 +20,7 @@ from transformers import initialization as init
 
 if TYPE_CHECKING:
     from liger_convert.mixers.base import HeadDims
+    from liger_convert.mixers.spec import Activation
 
 STATES = ("conv_q", "conv_k", "conv_v")
 
@@ -42,10 +43,11 @@ def state_shapes(taps: int, dims: HeadDims) -> dict[str, tuple[int, ...]]:
 
 
 class ShortConvolution(nn.Module):
-    """K taps per channel, weights [N,D,K]; the last tap is the token's own."""
+    """K taps per channel, weights [N,D,K]; the last tap is the token's own. `activation` is applied to the result."""
 
-    def __init__(self, taps: int, heads: int, dim: int):
+    def __init__(self, taps: int, heads: int, dim: int, activation: Activation = "none"):
         super().__init__()
+        self.activation = activation
         self.weight_NDK = nn.Parameter(torch.empty(heads, dim, taps))
 
     @torch.no_grad()
@@ -64,17 +66,19 @@ class ShortConvolution(nn.Module):
         y_BTND = self.weight_NDK[..., past].float() * own_BTND.float()
         for back, x in enumerate(earlier, 1):
             y_BTND = y_BTND + self.weight_NDK[..., past - back].float() * x.float()
+        if self.activation == "silu":
+            y_BTND = F.silu(y_BTND)
         return y_BTND.to(x_BTND.dtype), after_BPND
 
 
 class ShortConvolutions(nn.Module):
     """The convolutions of a layer's queries, keys and values."""
 
-    def __init__(self, taps: int, dims: HeadDims):
+    def __init__(self, taps: int, activation: Activation, dims: HeadDims):
         super().__init__()
-        self.q = ShortConvolution(taps, dims.heads, dims.dim)
-        self.k = ShortConvolution(taps, dims.kv_heads, dims.dim)
-        self.v = ShortConvolution(taps, dims.kv_heads, dims.dim)
+        self.q = ShortConvolution(taps, dims.heads, dims.dim, activation)
+        self.k = ShortConvolution(taps, dims.kv_heads, dims.dim, activation)
+        self.v = ShortConvolution(taps, dims.kv_heads, dims.dim, activation)
 
     def reset_parameters(self) -> None:
         for convolution in (self.q, self.k, self.v):

@@ -8,6 +8,8 @@ from typing import Literal
 
 Combine = Literal["shared", "learned", "fixed", "memory", "gate", "context"]
 Scope = Literal["evicted", "all"]
+Activation = Literal["none", "silu"]
+GateFunction = Literal["sigmoid", "silu"]
 
 MOST_TAPS = 16
 
@@ -54,9 +56,24 @@ class MixerSpec:
         return 0
 
     @property
+    def conv_function(self) -> Activation:
+        """What is applied to the result of the short convolution."""
+        return "none"
+
+    @property
+    def projects_gates(self) -> bool:
+        """Whether a projection of the layer's input is added to the logits of the memory's gates."""
+        return False
+
+    @property
     def read_pieces(self) -> tuple[bool, bool]:
         """Whether the memory's read is followed by a norm, and whether by a gate."""
         return False, False
+
+    @property
+    def read_gate_function(self) -> GateFunction:
+        """The function of the gate on the memory's read."""
+        return "sigmoid"
 
     @property
     def shift(self) -> Literal["none", "key_value", "token"]:
@@ -108,21 +125,29 @@ class ShortConvSpec(MixerSpec):
     """Adds a short causal convolution of the memory's queries, keys and values.
 
     short_conv: how many tokens the convolution of each channel covers, from 2 to 16. The papers use 4; 0 turns it off.
-        It starts as the identity. The papers' SiLU after it is left out, because with it the convolution could not
-        start as the identity. It works before rotary, so it needs `rope: false`.
+        It starts as the identity. It works before rotary, so it needs `rope: false`.
+    conv_activation: `silu` applies a SiLU to the convolved queries, keys and values, as the papers do. With it the
+        convolution does not start as the identity.
     """
 
     short_conv: int = 0
+    conv_activation: Activation = "none"
 
     @property
     def conv_taps(self) -> int:
         return self.short_conv
+
+    @property
+    def conv_function(self) -> Activation:
+        return self.conv_activation
 
     def problem(self) -> str | None:
         if self.short_conv != 0 and not 2 <= self.short_conv <= MOST_TAPS:
             return f"short_conv: {self.short_conv} is not from 2 to {MOST_TAPS}; use 0 for none, or 4 as published"
         if self.short_conv and getattr(self, "rope", False):
             return "short_conv: works on queries and keys before rotary; use rope: false, or short_conv: 0"
+        if self.conv_activation != "none" and not self.short_conv:
+            return f"conv_activation: {self.conv_activation} is applied to the short convolution; set short_conv"
         return super().problem()
 
 
@@ -132,13 +157,40 @@ class ReadGateSpec(ShortConvSpec):
 
     output_gate: whether the read is multiplied by 2 sigmoid(W x), where x is the layer's input. W is learned and starts
         at 0, where the factor is 1.
+    output_gate_activation: `silu` multiplies the read by silu(W x) instead, as most papers do. W then starts at random,
+        as a factor of 0 would give the memory no gradient.
     """
 
     output_gate: bool = False
+    output_gate_activation: GateFunction = "sigmoid"
 
     @property
     def read_pieces(self) -> tuple[bool, bool]:
         return False, self.output_gate
+
+    @property
+    def read_gate_function(self) -> GateFunction:
+        return self.output_gate_activation
+
+    def problem(self) -> str | None:
+        if self.output_gate_activation != "sigmoid" and not self.output_gate:
+            return f"output_gate_activation: {self.output_gate_activation} needs the gate; set output_gate: true"
+        return super().problem()
+
+
+@dataclass(frozen=True)
+class GateProjSpec(MixerSpec):
+    """Adds a projection from the layer's input to the memory's gates.
+
+    gate_proj: whether W x is added to the logits of every gate, strength and step size, where x is the layer's input.
+        W is learned and starts at 0.
+    """
+
+    gate_proj: bool = False
+
+    @property
+    def projects_gates(self) -> bool:
+        return self.gate_proj
 
 
 @dataclass(frozen=True)

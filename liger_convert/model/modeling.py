@@ -199,6 +199,7 @@ class LinearizedModel(LinearizedInit):
 
 FULL_ROWS = 8  # up to this many rows, a chunk has `prefill_chunk` tokens; with more rows it is shorter
 LEAST_CHUNK = 64  # tokens per row: shorter chunks would be slow
+PREFILL_CHUNK = 2048
 
 
 class LinearizedForCausalLM(LinearizedInit):
@@ -212,7 +213,7 @@ class LinearizedForCausalLM(LinearizedInit):
     _backbone: Any
     config: Any
     model: Any
-    prefill_chunk: int | None = 2048
+    prefill_chunk: int | None = PREFILL_CHUNK
     decoding = "none yet"  # a description of how the last generation's steps ran
 
     def __init__(self, config: Any):

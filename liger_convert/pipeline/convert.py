@@ -24,6 +24,7 @@ from liger_convert.io.checkpoint import (
     load_config,
     require_tokenizer,
 )
+from liger_convert.io.checksums import SUMS
 from liger_convert.io.files import atomic_dir
 from liger_convert.io.text_part import EMBEDDINGS, HEAD
 from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
@@ -88,14 +89,14 @@ def convert_checkpoint(
 def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
     """Writes the linearized checkpoint `model_dir` with the mixers of `model` to the new folder `out`.
 
-    Everything else is copied byte for byte. Raises BadInput when `model_dir` is damaged or `out` exists, LinearizeError
-    when the disk is full.
+    Everything else is copied byte for byte, but for the checksums of an export, which would be wrong. Raises BadInput
+    when `model_dir` is damaged or `out` exists, LinearizeError when the disk is full.
     """
     mixers = {name: t.cpu().contiguous() for name, t in model.state_dict().items() if f".{MIXER_MODULE}." in name}
     new = Shard(Entry.of(mixers), (tensor.view(-1) for tensor in mixers.values()), None)
     with atomic_dir(out) as folder:
         for path in model_dir.iterdir():
-            if path.is_file() and path.name != INDEX and path.suffix != ".safetensors":
+            if path.is_file() and path.name not in (INDEX, SUMS) and path.suffix != ".safetensors":
                 shutil.copyfile(path, folder / path.name)
         write_shards([*copied_shards(check_folder(model_dir), dropped=mixers), new], folder)
 

@@ -65,7 +65,7 @@ def export_model(
     if not config.model_type.startswith(PREFIX):
         raise BadInput(
             f"{model_dir}: is not a linearized model but a {config.model_type}; "
-            "export takes what `linearize convert` or `train` made"
+            "export takes what `linearize convert`, `calibrate` or `merge` made"
         )
     refuse_quantized(config, model_dir, "export")
     if quantize is not None:

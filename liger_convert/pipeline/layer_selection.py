@@ -2,8 +2,8 @@
 
 A set of softmax layers is measured on texts that are repeated once, [x, x]. The loss on the first half is its quality,
 the loss on the second half its recall. Alternatively it is measured by its KL divergence from the base on rows of text
-in which a stretch is repeated. Mixers are calibrated but not trained, and those that cannot be calibrated are reduced
-to their window. So a selection takes minutes and needs no training.
+in which a stretch is repeated. Mixers are calibrated but not trained, and those whose `combine` is not `shared` are
+reduced to their window. So a selection takes minutes and needs no training.
 
 If layers can stand in for each other, each one looks worthless when it alone is removed from the base. So the search
 starts from a model without softmax layers and restores the layer that helps most, then the one that helps most in
@@ -245,7 +245,7 @@ def make_switch(
     sliding, named = plan.sliding, plan.named_windows
     layers = [SOFTMAX if i in sliding else LONG if i in named else MAIN for i in range(len(plan.layers))]
     linearization = plan.linearization | {"layers": layers}
-    # Only shared memories can be calibrated. An uncalibrated one could hide all differences between layers.
+    # a memory that does not share the denominator recalls nothing before it is trained, and could hide all differences
     if mixer["combine"] != "shared":
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)

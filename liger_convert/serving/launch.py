@@ -118,7 +118,7 @@ def max_length(config: Any, options: ServerOptions) -> int | None:
 
 
 def describe(export: Path, options: ServerOptions) -> str:
-    """Four sentences about a server on `export`. Raises BadInput for an export that cannot be served like this."""
+    """Three sentences about a server on `export`. Raises BadInput for an export that cannot be served like this."""
     config = open_export(export.resolve())
     dtype = served_dtype(config, options.dtype)
     memory, length = request_memory(config, dtype), max_length(config, options)
@@ -129,11 +129,13 @@ def describe(export: Path, options: ServerOptions) -> str:
         state += f" and {decimal(memory.per_token)} per token"
     reason = why_not_captured(config, layouts(config, dtype))
     graphs = "captured as one CUDA graph" if reason is None else f"not captured as one CUDA graph: {reason}"
-    total = "" if length is None else f": {decimal(options.max_requests * memory.of(length))} for all of {length:,}"
+    total = ""
+    if length is not None:
+        total = f", which takes {decimal(options.max_requests * memory.of(length))} if each has {length:,} tokens"
     return (
         f"{name_of(export, options)}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "
         f"http://{options.host}:{options.port}/v1. A request takes {state}; up to {options.max_requests} run at a "
-        f"time{total}{'' if length is None else ' tokens'}. On a GPU, decoding is {graphs}."
+        f"time{total}. On a GPU, decoding is {graphs}."
     )
 
 

@@ -1,6 +1,6 @@
 """Initializes mixers from the base in closed form, before any training. Takes seconds on one batch.
 
-A layer whose window and memory share a denominator gets three fits:
+A layer whose window and memory share a denominator gets up to three fits, as far as its mixer has the parameters:
 
 - The codebook, from the base's own activations. Queries and keys that attend to each other beyond the window are
   projected into a common space by canonical correlation of the attention-weighted pairs. Clusters there become the
@@ -196,11 +196,9 @@ def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadat
             pulled.append(weights_RTT @ qkv.k_BTGD[b, :, g].float())
             weight.append(weights_RTT.sum(-1))
     batch = len(metadata.position_BT)
-    pulled_BHTD, weight_BHT = torch.stack(pulled), torch.stack(weight)
-    return (
-        pulled_BHTD.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
-        weight_BHT.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
-    )
+    pulled_BGRTD = torch.stack(pulled).unflatten(0, (batch, groups))
+    weight_BGRT = torch.stack(weight).unflatten(0, (batch, groups))
+    return pulled_BGRTD.flatten(1, 2).transpose(1, 2), weight_BGRT.flatten(1, 2).transpose(1, 2)
 
 
 def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:

@@ -147,7 +147,7 @@ class LayerwiseStage:
             atomic_write(self.work / STATE, json.dumps(asdict(state)))
 
         # without a learning rate, a LoRA stage does not save the mixers, so they must stay unchanged
-        if self.stage.calibrate and self.stage.learning_rates.mixer is not None and not state.fitted:
+        if self.stage.fits_mixers and not state.fitted:
             self._calibrate()
             state.fitted = True
             save()
@@ -156,14 +156,14 @@ class LayerwiseStage:
             state.embedded = True
             save()
         for number in range(state.done, self.linear[-1] + 1):
-            self._remove_other_states(number)
+            self._remove_states_before(number)
             with contextlib.ExitStack() as stack:
                 self._layer(number, state, stack)
             gc.collect()  # a trainer has reference cycles, which would keep its layer's weights and moments alive
             state.done = number + 1
             save()
             self.folder.remove(self.work / "checkpoints")
-        self._remove_other_states(self.linear[-1] + 1)  # makes room for the result
+        self._remove_states_before(self.linear[-1] + 1)  # makes room for the result
         return {
             "seconds": round(state.seconds, 1),
             "trained_parameters": state.trained,
@@ -372,7 +372,7 @@ class LayerwiseStage:
         path, on_gpu = self.work / name, self.device.type == "cuda"
         return HiddenStates(path, rows, self.dataset.seq_len, self.config.hidden_size, self.dtype, on_gpu)
 
-    def _remove_other_states(self, number: int) -> None:
+    def _remove_states_before(self, number: int) -> None:
         """Removes the hidden states of the layers before `number`."""
         for kind in ("hidden", "few"):
             for path in self.work.glob(f"{kind}-*[0-9]"):

@@ -18,6 +18,7 @@ from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims, linear_layers
 from liger_convert.model.families import family_of
+from liger_convert.model.modeling import PREFILL_CHUNK
 from liger_convert.training.frozen import is_narrowed
 
 COPY_BYTES = 32 << 20  # size of convert's buffers, independent of the checkpoint
@@ -29,7 +30,6 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 HEAD_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 ERROR_ROWS = 4  # rows on which a stage reports errors; fixed, so that the result does not depend on the batch size
 CALIBRATION_TOKENS = 8192  # about thirty for each of 256 codes
-PREFILL = 2048  # tokens of a long prompt that a linearized model processes at a time
 CODED = 64  # tokens per chunk; the kernels materialize one state per chunk in the backward pass
 
 
@@ -248,7 +248,7 @@ def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype,
         return 0
     dims, layers = head_dims(config), config.linearization["layers"]
     tokens = ERROR_ROWS * stage.seq_len
-    if stage.calibrate and stage.learning_rates.mixer is not None:
+    if stage.fits_mixers:
         tokens = max(tokens, -(-CALIBRATION_TOKENS // stage.seq_len) * stage.seq_len)
     linear = [name for name in layers if name != SOFTMAX]
     targets = 2 * dtype.itemsize * dims.hidden * len(linear)
@@ -276,7 +276,7 @@ def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int
     dims = head_dims(config)
     layer = itemsize * (4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim + 3 * _width(config))
     layer += max(_in_torch(config, name) for name in config.linearization["layers"] if name != SOFTMAX)
-    return sizes.base * itemsize + 4 * sizes.new + cache + PREFILL * layer
+    return sizes.base * itemsize + 4 * sizes.new + cache + PREFILL_CHUNK * layer
 
 
 def _width(config: Any) -> int:
@@ -369,13 +369,17 @@ def _of_gates(config: Any, name: str) -> int:
 def _of_pieces(config: Any, name: str) -> int:
     """Bytes that one token saves in a mixer's optional parts, in float32.
 
-    They are convolutions, shifts, norms or gates on the read, and pairs beside the window: for each pair its logit, its
-    exponential, its part of the sum and its share, and the window's output before and after.
+    They are convolutions, shifts, norms or gates on the read, projections to the memory's gates, and pairs beside the
+    window: for each pair its logit, its exponential, its part of the sum and its share, and the window's output before
+    and after.
     """
-    dims, spec = head_dims(config), make_spec(config.linearization["mixers"][name])
-    taps = spec.conv_taps + 2 * (spec.shift != "none")
+    mixer = config.linearization["mixers"][name]
+    dims, spec = head_dims(config), make_spec(mixer)
+    taps = spec.conv_taps + (spec.conv_function != "none") + 2 * (spec.shift != "none")
     outputs = 2 * (sum(spec.read_pieces) + bool(spec.pairs)) * dims.heads
-    return 4 * ((taps * (dims.heads + 2 * dims.kv_heads) + outputs) * dims.dim + 4 * spec.pairs * dims.heads)
+    gates = MIXERS[mixer["type"]].gate_sizes(spec, dims) if spec.projects_gates else {}
+    projected = 2 * sum(gates.values()) * dims.kv_heads + 4 * spec.pairs * dims.heads
+    return 4 * ((taps * (dims.heads + 2 * dims.kv_heads) + outputs) * dims.dim + projected)
 
 
 def count(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -167,7 +167,7 @@ def run_stage(
         return {name: t.to(device) for name, t in batch.items()}
 
     # without a learning rate, a LoRA stage does not save the mixers, so they must stay unchanged
-    if isinstance(stage, AlignStage) and stage.calibrate and stage.learning_rates.mixer is not None:
+    if isinstance(stage, AlignStage) and stage.fits_mixers:
         assert isinstance(objective, AlignObjective)
         model = model.to(device) if mesh is None else shard_to_calibrate(model, mesh)
         with autocast(device, dtype):

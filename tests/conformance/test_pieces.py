@@ -39,6 +39,8 @@ from liger_convert.model.decoding import Decoder
 from liger_convert.model.loading import linearize_base
 
 CONV = {"short_conv": 4}
+SILU = {**CONV, "conv_activation": "silu", "output_gate": True, "output_gate_activation": "silu"}
+QWEN = {**SILU, "output_norm": "rms", "decay_scale": True, "combine": "memory"}
 PIECES: list[dict[str, Any]] = [
     {"type": "deltanet", **CONV},
     {"type": "gated-deltanet", **CONV, "scope": "all"},
@@ -85,6 +87,23 @@ PIECES: list[dict[str, Any]] = [
     {"type": "titans", "persistent": 2, "scope": "all", "sinks": 0, "window": 1, "output_gate": True},
     {"type": "titans", "combine": "gate", "persistent": 2},
     {"type": "titans", "combine": "context", **CONV},
+    {"type": "gated-deltanet", "gate_proj": True, "decay_scale": True, **CONV},
+    {"type": "gated-deltanet", "gate_proj": True, "scope": "all", **QWEN},
+    {"type": "gated-deltanet-2", "gate_proj": True, "beta": "constant"},
+    {"type": "kda", "gate_proj": True, "decay_scale": True, "window": 1, "sinks": 0, "rope": True},
+    {"type": "deltanet", "gate_proj": True, "rope": True},
+    {"type": "rwkv7", "gate_proj": True, "bonus": True, **CONV},
+    {"type": "titans", "gate_proj": True, "persistent": 2},
+    {"type": "gla", "gate_proj": True},
+    {"type": "gla", "gate_proj": True, "gate": "pooled", "scope": "all"},
+    {"type": "gated-rfa", "gate_proj": True, "gate": "learned"},
+    {"type": "gateloop", "gate_proj": True, "rope": True},
+    {"type": "decaying-fast-weights", "gate_proj": True},
+    {"type": "mlstm", "gate_proj": True, "gate": "constant", **CONV},
+    {"type": "rwkv6", "gate_proj": True, "token_shift": True, "bonus": True},
+    {"type": "mamba2", "gate_proj": True, "skip": True, "scope": "all", **SILU},
+    {"type": "mamba", "scope": "all", **SILU},
+    {"type": "mom", "inner": {"type": "gated-deltanet", "gate_proj": True}, "combine": "learned", **SILU},
 ]
 CHANGES = {
     "output_norm",
@@ -92,8 +111,11 @@ CHANGES = {
     "model",
     "inner_norm",
     "mini_batch",
+    "conv_activation",
+    "output_gate_activation",
 }  # what is no identity, whatever it starts with
 OPTIONS = CHANGES | {"short_conv", "skip", "bonus", "output_gate", "token_shift", "kv_shift", "persistent"}
+OPTIONS |= {"gate_proj", "decay_scale"}
 WINDOW_ALONE = ("gate", "context")  # forms of `combine` that start as the window alone, and so differ from the others
 every_piece = pytest.mark.parametrize("options", PIECES, ids=str)
 

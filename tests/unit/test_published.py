@@ -181,7 +181,10 @@ def test_gates_that_are_all_shut_or_all_open_leave_finite_reads(base: Path) -> N
 
 # --- what is left out
 
-SWISH = ("gla", "retnet", "gated-retention", "mamba", "mamba2", "gated-deltanet", "mom")  # whose output gate is a SiLU
+# whose output gate is a SiLU
+SWISH = ("gla", "retnet", "gated-retention", "mamba", "mamba2", "gated-deltanet", "mom", "rwkv6")
+# whose gates come from the layer's input
+PROJECTED = ("gla", "gated-rfa", "mlstm", "mamba2", "rwkv6", "rwkv7", "deltanet", "gated-deltanet", "kda", "titans")
 OF_A_PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -200,19 +203,23 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
     ("name", "piece"),
     [
         ("gla", "output norm"),
-        *[(name, "`output_gate` (a sigmoid instead of SiLU)") for name in SWISH],
+        *[(name, "`output_gate` with `output_gate_activation: silu`") for name in SWISH],
         ("lightning", "a rotation in the first layer"),
-        ("kda", "`output_gate` (of full rank instead of low rank)"),
-        ("mlstm", "SiLU after the convolution"),
+        ("kda", "`gate_proj` (of full rank instead of low rank)"),
+        ("kda", "`output_gate` (of full rank, too)"),
+        ("mlstm", "`conv_activation: silu` (of values, too)"),
         ("mamba", "a normalizer are added"),
         ("mamba2", "one query and one key for all heads"),
         ("mom", "separate projections"),
-        ("mom", "`short_conv` (before the router divides the tokens), `output_norm`"),
+        ("mom", "(before the router divides the tokens), `output_norm`"),
         ("s4", "a normalizer is added"),
         ("gateloop", "`output_gate`"),
         ("gsa", "output norm"),
         ("abc", "projection"),
-        ("deltanet", "`short_conv`"),
+        ("gateloop", "projection from the layer's input to the gate's angle"),
+        ("hgrn2", "projection"),
+        *[(name, "`gate_proj`") for name in PROJECTED],
+        ("deltanet", "`short_conv` with `conv_activation: silu`"),
         ("gated-deltanet", "`output_norm`, `output_gate`"),
         ("rwkv7", "token shift"),
         ("rwkv7", "`bonus`"),

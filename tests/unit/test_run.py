@@ -387,7 +387,7 @@ def test_a_stage_trains_on_a_mix_of_text_chat_and_what_the_base_writes_behind_th
     read = steps["2-distill"]["sources"]
     assert {name: share["fraction"] for name, share in read.items()} == fractions
     assert steps["plan"]["plan"]["stages"][1]["sources"] == fractions
-    told = f"2-distill read 25 % chat ({read['chat']['epochs']:g} times all of it), 25 % own"
+    told = f"2-distill read 25 % chat (read {read['chat']['epochs']:g} times), 25 % own"
     assert told in (home / "mixed/report.md").read_text()
     assert told in (home / "mixed/report.html").read_text()
 

@@ -23,11 +23,11 @@ from transformers import initialization as init
 from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec
 from liger_convert.mixers.gates import pool_to
 from liger_convert.mixers.precision import multiplies_in_bf16
-from liger_convert.mixers.spec import ReadSpec
+from liger_convert.mixers.spec import GateProjSpec, ReadSpec
 
 
 @dataclass(frozen=True)
-class DeltaSpec(ReadSpec):
+class DeltaSpec(ReadSpec, GateProjSpec):
     """Options of the delta rule.
 
     rope: whether the memory uses queries and keys after rotary, as the window does, instead of before.
@@ -46,6 +46,20 @@ class DeltaSpec(ReadSpec):
         if self.combine == "shared":
             return "combine: shared needs a normalizer, which memories of the delta rule do not have; use learned"
         return super().problem()
+
+
+@dataclass(frozen=True)
+class DecaySpec(DeltaSpec):
+    """Options of a decay exp(-softplus(logits)).
+
+    gate_bias: where the learned bias of the decay's logits starts. A larger value forgets faster; with -7 the memory
+        lasts about 1,100 tokens.
+    decay_scale: whether the softplus is multiplied by e^A, as published. A is learned per key-value head and starts at
+        0. As long as the decay is near 1, the bias has the same effect.
+    """
+
+    gate_bias: float = -7.0
+    decay_scale: bool = False
 
 
 class DeltaMixer(Mixer):
@@ -70,13 +84,19 @@ class DeltaMixer(Mixer):
         return {"state": (dims.kv_heads, dims.dim, dims.dim)}
 
     @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        return {"beta": dims.dim if cls.beta_per_channel else 1}
+
+    @classmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, DeltaSpec)
-        return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
+        projected = (sum(cls.gate_sizes(spec, dims).values()),) if spec.gate_proj else ()
+        return *projected, *((dims.dim, dims.dim) if spec.rope else (dims.dim,))
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # strengths and gates are pooled from keys before rotary: their channels mean the same at every position
-        return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
+        keys = (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
+        return self.with_projected_gates(keys, qkv)
 
     def query(self, qkv: QKV) -> Tensor:
         """Unit queries [B,T,H,D]."""
@@ -84,16 +104,23 @@ class DeltaMixer(Mixer):
 
     def beta(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """b in (0, 1), [B,T,G,1] or [B,T,G,D]."""
-        return self.strength(inputs[0], self.beta_bias_GX)
+        return self.strength(self.gate_key(inputs), inputs, "beta", self.beta_bias_GX)
 
-    def strength(self, x_BTGD: Tensor, bias_GX: Tensor) -> Tensor:
+    def strength(self, x_BTGD: Tensor, inputs: tuple[Tensor, ...], name: str, bias_GX: Tensor) -> Tensor:
         """A strength in (0, 1), [B,T,G,1] or [B,T,G,D].
 
-        It is the sigmoid of pool(x) + bias with `beta: pooled`, and of the bias alone with `beta: constant`.
+        It is the sigmoid of pool(x) + bias with `beta: pooled`, and of the bias alone with `beta: constant`; with
+        `gate_proj`, the projection to the gate `name` is added.
         """
         if self.spec.beta == "constant":
-            return bias_GX.float().sigmoid().expand(*x_BTGD.shape[:2], *bias_GX.shape)
-        return pooled(x_BTGD, bias_GX).sigmoid()
+            logits = bias_GX.float().expand(*x_BTGD.shape[:2], *bias_GX.shape)
+        else:
+            logits = pooled(x_BTGD, bias_GX)
+        return self.plus_projection(logits, inputs, name).sigmoid()
+
+    def gate_logits(self, inputs: tuple[Tensor, ...], name: str, bias_GX: Tensor) -> Tensor:
+        """The logits of a gate [B,T,G,X]: pool(k) + bias and, with `gate_proj`, the projection to it."""
+        return self.plus_projection(pooled(self.gate_key(inputs), bias_GX), inputs, name)
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """log a <= 0, [B,T,G,1] or [B,T,G,D]."""
@@ -129,6 +156,20 @@ class DeltaMixer(Mixer):
             exclusive=exclusive,
         )
         return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}
+
+
+class DecayScale(nn.Module):
+    """The learned scale of a decay, e^A per key-value head; A starts at 0."""
+
+    def __init__(self, dims: HeadDims):
+        super().__init__()
+        self.log_scale_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.log_scale_G1)
+
+    def forward(self, log_gate: Tensor) -> Tensor:
+        return self.log_scale_G1.float().exp() * log_gate
 
 
 def unit(x: Tensor) -> Tensor:

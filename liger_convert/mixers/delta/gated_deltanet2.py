@@ -5,8 +5,9 @@ b_t = sigmoid(k_t + c_b),   w_t = sigmoid(v_t + c_w),   a_t = exp(-softplus(k_t 
 
 with u and q as in `deltanet`; b has one value per key channel, w one per value channel. If all entries of b and w are
 the same number, this is `kda`. The paper projects the layer's input for each gate; here the logits of a and b are the
-pretrained keys, and those of w, which acts on value channels, are the values. If b differs between channels, nothing
-bounds the state: the eigenvalues of I - u^T (b u) are between 0 and 1, but the matrix is not symmetric.
+pretrained keys, and those of w, which acts on value channels, are the values. `gate_proj` adds projections. If b
+differs between channels, nothing bounds the state: the eigenvalues of I - u^T (b u) are between 0 and 1, but the matrix
+is not symmetric.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims
-from liger_convert.mixers.delta.base import unit
-from liger_convert.mixers.delta.kda import KDA, KDASpec
+from liger_convert.mixers.base import HeadDims, MixerSpec
+from liger_convert.mixers.delta.base import DecaySpec, unit
+from liger_convert.mixers.delta.kda import KDA
 from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet2Spec(KDASpec):
+class GatedDeltaNet2Spec(DecaySpec):
     """Options of the erase gate b, the write gate w and the decay.
 
     beta: what the gates are computed from. With `pooled`, the logits are keys (for b) and values (for w), plus learned
@@ -42,8 +43,8 @@ class GatedDeltaNet2(KDA):
     summary = "delta rule with a decay and an erase gate per key channel, and a write gate per value channel"
     gate_rule = "exp(-softplus(k + bias))"
     left_out = (
-        "SiLU of queries, keys and values, the projections to the gates, the learned scale of the decay; off by "
-        "default: `short_conv`, `output_norm`, `output_gate`"
+        "nothing; off by default: `short_conv` with `conv_activation: silu`, `gate_proj`, `decay_scale`, "
+        "`output_norm`, `output_gate`"
     )
     Spec = GatedDeltaNet2Spec
     spec: GatedDeltaNet2Spec
@@ -57,7 +58,11 @@ class GatedDeltaNet2(KDA):
         super().reset_parameters()
         init.constant_(self.write_bias_GV, self.spec.write_bias)
 
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        return super().gate_sizes(spec, dims) | {"write": dims.dim}
+
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         u_BTGD, v_BTGV = unit(inputs[-1]), v_BTGV.float()
-        written_BTGV = self.strength(v_BTGV, self.write_bias_GV) * v_BTGV
+        written_BTGV = self.strength(v_BTGV, inputs, "write", self.write_bias_GV) * v_BTGV
         return u_BTGD, written_BTGV, self.beta(inputs) * u_BTGD, self.log_gate(inputs)

@@ -4,10 +4,10 @@ S_t = (diag(w_t) - (b_t * u_t)^T u_t) S_{t-1} + k~_t^T v_t,   o_t = q_t S_t
 u_t = unit(k_t * xi),   k~_t = unit(k_t) * (1 + alpha * (b_t - 1)),   b_t = sigmoid(k_t + c)
 w_t = exp(-e^-0.5 sigmoid(k_t + d))
 
-Unlike in the paper, decay and strength come from the key itself instead of low-rank projections of a shifted input, and
-queries and keys have length 1 instead of a group norm after the read. The mixing of values across layers is left out.
-The paper's token shift mixes in a fixed share of the previous token per channel, which is a convolution with two taps:
-`short_conv: 2`, though after the projections.
+Unlike in the paper, decay and strength come from the key itself instead of low-rank projections of a shifted input
+(`gate_proj` adds projections of the input), and queries and keys have length 1 instead of a group norm after the read.
+The mixing of values across layers is left out. The paper's token shift mixes in a fixed share of the previous token per
+channel, which is a convolution with two taps: `short_conv: 2`, though after the projections.
 
 With `bonus: true`, the query's own token is added behind the norm: o'_t = o_t + (q_t * rho) k~_t^T v_t. rho has a value
 per channel of a query head and starts at 0. The key is the token's own, without the short convolution.
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput
-from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled, unit
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
+from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, unit
 from liger_convert.mixers.registry import register_mixer
 
 
@@ -47,8 +47,8 @@ class RWKV7(DeltaMixer):
     summary = "delta rule with a decay and a strength per key channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + bias))"
     left_out = (
-        "the low-rank projections, the mixing of values across layers; off by default: the token shift "
-        "(`short_conv: 2`, after the projections), `bonus`, `output_norm`, `output_gate`"
+        "the mixing of values across layers; off by default: `gate_proj` (of full rank instead of low rank), the "
+        "token shift (`short_conv: 2`, after the projections), `bonus`, `output_norm`, `output_gate`"
     )
     Spec = RWKV7Spec
     spec: RWKV7Spec
@@ -70,8 +70,12 @@ class RWKV7(DeltaMixer):
         if self.spec.bonus:
             init.zeros_(self.bonus_HD)
 
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        return super().gate_sizes(spec, dims) | {"gate": dims.dim}
+
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return -math.exp(-0.5) * pooled(inputs[0], self.gate_bias_GD).sigmoid()
+        return -math.exp(-0.5) * self.gate_logits(inputs, "gate", self.gate_bias_GD).sigmoid()
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         beta, log_w = self.beta(inputs), self.log_gate(inputs)

@@ -4,8 +4,8 @@ Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
 
 with u = k / |k| and q of length 1. The momentum Z applies an update again at later tokens. The paper computes the three
-rates with new projections; here they are computed from pooled keys. The recurrent state is two matrices of D x D per
-head.
+rates with new projections; here they are computed from pooled keys, to which `gate_proj` adds projections. The
+recurrent state is two matrices of D x D per head.
 
 `model: mlp` is the paper's deep memory with two layers. `mini_batch` is its chunk size: all gradients of a chunk are
 taken at the memory from the start of the chunk (section 3.2). Both begin with a learned M_0, as in inner_model.py.
@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, Branches, HeadDims, MemoryOutput, MixerSpec
-from liger_convert.mixers.delta.base import DeltaMixer, pooled, unit
+from liger_convert.mixers.delta.base import DeltaMixer, unit
 from liger_convert.mixers.delta.inner_model import InnerModel, InnerModelSpec, state_shape
 from liger_convert.mixers.read_pieces import normed
 from liger_convert.mixers.registry import register_mixer
@@ -99,10 +99,9 @@ class Titans(DeltaMixer):
     gate_rule = "exp(-softplus(pool(k) + bias))"
     left_out = (
         "memory as layer (it needs a second set of projections; layers with `combine: memory` and softmax layers in "
-        "turn are such a stack), writing the output of attention, the projections to the rates, SiLU of queries, keys "
-        "and values; off by default: `persistent`, `combine: gate` (memory as gate), `combine: context` (memory as "
-        "context; a query sees only its own read), `model: mlp`, `mini_batch: 16`, `short_conv`, `output_norm`, "
-        "`output_gate`"
+        "turn are such a stack), writing the output of attention; off by default: `persistent`, `combine: gate` "
+        "(memory as gate), `combine: context` (memory as context; a query sees only its own read), `model: mlp`, "
+        "`mini_batch: 16`, `gate_proj`, `short_conv` with `conv_activation: silu`, `output_norm`, `output_gate`"
     )
     recurrence = "momentum"
     Spec = TitansSpec
@@ -140,11 +139,15 @@ class Titans(DeltaMixer):
             return {"state": (dims.kv_heads, 2 * dims.dim, dims.dim)}
         return {"state": state_shape(spec, dims, rows=3)}
 
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        return super().gate_sizes(spec, dims) | {"gate": 1, "momentum": 1}
+
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return -F.softplus(pooled(inputs[0], self.gate_bias_G1))
+        return -F.softplus(self.gate_logits(inputs, "gate", self.gate_bias_G1))
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        log_eta = F.logsigmoid(pooled(inputs[0], self.momentum_bias_G1))
+        log_eta = F.logsigmoid(self.gate_logits(inputs, "momentum", self.momentum_bias_G1))
         if self.model is not None:
             theta_BTG1 = self.beta(inputs) * self.spec.step_scale(self.dims)
             gates = self.log_gate(inputs), log_eta

@@ -58,8 +58,8 @@ class TTTSpec(InnerModelSpec):
 class TTT(DeltaMixer):
     summary = "test-time training: a small model with a learned start, trained by a gradient step at each token"
     left_out = (
-        "the projection to the learning rate and its division by the token's position, rotary within a mini-batch; "
-        "off by default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, "
+        "the division of the learning rate by the token's position, rotary within a mini-batch; "
+        "off by default: `gate_proj`, `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, "
         "`output_norm`, `output_gate` (a sigmoid instead of GELU)"
     )
     Spec = TTTSpec

@@ -20,7 +20,7 @@ from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
 from liger_convert.mixers.linear.diagonal import DiagonalMixer
 from liger_convert.mixers.read_pieces import START_SIZE, normed
-from liger_convert.mixers.spec import ReadGateSpec
+from liger_convert.mixers.spec import GateProjSpec, ReadGateSpec
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class LinearMixer(DiagonalMixer):
 
 
 @dataclass(frozen=True)
-class GatedSpec(LinearSpec):
+class GatedSpec(LinearSpec, GateProjSpec):
     """Options of a gate whose logits are pooled keys plus a learned bias.
 
     gate: where the logits come from. `pooled` averages or repeats the key's channels to one logit per feature. `head`
@@ -163,13 +163,16 @@ class GatedSpec(LinearSpec):
         if self.gate in ("pooled", "learned") and not has_channels:
             which = "have no channel for each feature of"
             return f"gate: {self.gate} keys {which} {self.feature_map}; use another gate, or feature_map: hedgehog"
+        if self.gate_proj and self.gate == "none":
+            return "gate_proj: adds to a gate, and gate: none has none; use another gate, such as constant"
         return super().problem()
 
 
 class GatedMixer(LinearMixer):
     """A gate's logits are pool(k) + b: the pretrained keys, pooled without new weights, plus a learned bias.
 
-    Subclasses define log a as a function of the logits. A `scalar` gate has one value per head for every `gate` option.
+    With `gate_proj`, a projection of the layer's input is added. Subclasses define log a as a function of the logits. A
+    `scalar` gate has one value per head for every `gate` option.
     """
 
     scalar: ClassVar[bool] = False
@@ -177,17 +180,24 @@ class GatedMixer(LinearMixer):
 
     def __init__(self, spec: GatedSpec, dims: HeadDims):
         super().__init__(spec, dims)
-        self.gates: dict[str, float] = {}
-        if spec.gate != "none":
-            self.add_gate("gate", 1 if self.scalar or spec.gate == "head" else self.features, spec.gate_bias)
+        self.gates = self.gate_sizes(spec, dims)
+        for name, size in self.gates.items():
+            self.register_parameter(f"{name}_bias_GF", nn.Parameter(torch.empty(dims.kv_heads, size)))
+            if spec.gate == "learned":
+                pool = torch.empty(dims.kv_heads, dims.dim, size)
+                self.register_parameter(f"{name}_pool_GDF", nn.Parameter(pool))
 
-    def add_gate(self, name: str, size: int, start: float) -> None:
-        """Adds logits called `name`, [B,T,G,size], whose bias starts at `start`."""
-        self.gates[name] = start
-        self.register_parameter(f"{name}_bias_GF", nn.Parameter(torch.empty(self.dims.kv_heads, size)))
-        if self.spec.gate == "learned":
-            pool = torch.empty(self.dims.kv_heads, self.dims.dim, size)
-            self.register_parameter(f"{name}_pool_GDF", nn.Parameter(pool))
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        assert isinstance(spec, GatedSpec)
+        if spec.gate == "none":
+            return {}
+        is_scalar = cls.scalar or spec.gate == "head"
+        return {"gate": 1 if is_scalar else map_size(spec.feature_map, dims.dim, spec.codes)}
+
+    def first_bias(self, name: str) -> float:
+        """Where the bias of the logits called `name` starts."""
+        return self.spec.gate_bias
 
     def calibration(self) -> Calibration:
         biases = tuple(self.get_parameter(f"{name}_bias_GF") for name in self.gates)
@@ -195,9 +205,9 @@ class GatedMixer(LinearMixer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for name, start in self.gates.items():
+        for name in self.gates:
             bias_GF = self.get_parameter(f"{name}_bias_GF")
-            init.constant_(bias_GF, start)
+            init.constant_(bias_GF, self.first_bias(name))
             if self.spec.gate == "learned":
                 pool_GDF = self.get_parameter(f"{name}_pool_GDF")
                 each_channel = torch.eye(self.dims.dim, dtype=pool_GDF.dtype, device=pool_GDF.device)
@@ -206,23 +216,30 @@ class GatedMixer(LinearMixer):
     @classmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, GatedSpec)
-        return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
+        projected = (sum(cls.gate_sizes(spec, dims).values()),) if spec.gate_proj else ()
+        return *projected, *((dims.dim, dims.dim) if spec.rope else (dims.dim,))
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # the gate is pooled from keys before rotary: their channels mean the same at every position
-        return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
+        keys = (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
+        return self.with_projected_gates(keys, qkv)
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
         """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""
-        k_BTGD, bias_GF = inputs[0], self.get_parameter(f"{name}_bias_GF").float()
+        logits = self.pooled_logits(self.gate_key(inputs), name) + self.get_parameter(f"{name}_bias_GF").float()
+        return self.plus_projection(logits, inputs, name)
+
+    def pooled_logits(self, k_BTGD: Tensor, name: str) -> Tensor:
+        """What the option `gate` makes of a key, in float32, [B,T,G,F] or [B,T,G,1]."""
+        size = self.gates[name]
         match self.spec.gate:
             case "constant":
-                return bias_GF.expand(*k_BTGD.shape[:2], *bias_GF.shape)
+                return k_BTGD.new_zeros(*k_BTGD.shape[:3], size, dtype=torch.float32)
             case "learned":
                 pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
-                return torch.einsum("btgd,gdf->btgf", k_BTGD.float(), pool_GDF) + bias_GF
+                return torch.einsum("btgd,gdf->btgf", k_BTGD.float(), pool_GDF)
             case _:
-                return pool_to(k_BTGD, bias_GF.shape[1]) + bias_GF
+                return pool_to(k_BTGD, size)
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.decay(self.gate_logits(inputs)) if self.gates else super().log_gate(inputs)

@@ -47,13 +47,14 @@ class DecayingFastWeightsSpec(GatedSpec):
 class DecayingFastWeights(GatedMixer):
     summary = "linear attention with two decays, one for key channels and one for value channels"
     gate_rule = "sigmoid(pool(k) + bias), for keys and for values"
-    left_out = "the projections to both decays, and a decay for every value channel (here groups of channels share one)"
+    left_out = "a decay for every value channel (here groups of channels share one); off by default: `gate_proj`"
     Spec = DecayingFastWeightsSpec
     spec: DecayingFastWeightsSpec
 
-    def __init__(self, spec: DecayingFastWeightsSpec, dims: HeadDims):
-        super().__init__(spec, dims)
-        self.add_gate("value", spec.value_gates, spec.gate_bias)
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        assert isinstance(spec, DecayingFastWeightsSpec)
+        return super().gate_sizes(spec, dims) | {"value": spec.value_gates}
 
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:

@@ -2,8 +2,8 @@
 
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 
-Rotary is the base's own. The gate is computed from pooled keys (2503.01496, table 1), without a new projection. The
-paper's output gate is a swish; `output_gate` is a sigmoid instead, which can start at 1.
+Rotary is the base's own. The gate is computed from pooled keys (2503.01496, table 1); `gate_proj` adds the paper's
+projection. The paper's output gate is a swish; `output_gate` is by default a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class GatedRetentionSpec(GatedSpec):
 class GatedRetention(GatedMixer):
     summary = "retention with a token-dependent decay per head"
     gate_rule = "sigmoid(pool(k) + bias)^(1/tau), per head"
-    left_out = (
-        "the projection from the layer's input to the gate; off by default: `output_gate` (a sigmoid instead of SiLU)"
-    )
+    left_out = "nothing; off by default: `gate_proj`, `output_gate` with `output_gate_activation: silu`"
     Spec = GatedRetentionSpec
     spec: GatedRetentionSpec
     scalar = True

@@ -40,9 +40,7 @@ class GatedRFASpec(GatedSpec):
 class GatedRFA(GatedMixer):
     summary = "linear attention over random features; a gate per head weighs the old state against the new token"
     gate_rule = "sigmoid(pool(k) + bias), per head"
-    left_out = (
-        "the projection from the layer's input to the gate, and the sines and cosines that estimate the Gaussian kernel"
-    )
+    left_out = "the sines and cosines that estimate the Gaussian kernel; off by default: `gate_proj`"
     Spec = GatedRFASpec
     scalar = True
 

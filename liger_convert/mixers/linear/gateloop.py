@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.base import HeadDims, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
@@ -57,7 +57,7 @@ class GateLoop(GatedMixer):
     summary = "linear attention with a complex gate per channel; each token sets its magnitude and angle"
     gate_rule = "sigmoid(pool(k) + bias) e^(i k P)"
     slow_parameters: ClassVar[dict[str, float]] = {"phase_GDC": 1e-3}
-    left_out = "the projections from the layer's input to the gate's magnitude and angle; off by default: `output_gate`"
+    left_out = "the projection from the layer's input to the gate's angle; off by default: `gate_proj`, `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec
 
@@ -66,8 +66,11 @@ class GateLoop(GatedMixer):
         if spec.phase:
             self.phase_GDC = nn.Parameter(torch.empty(dims.kv_heads, dims.dim, self.features // 2))
 
-    def add_gate(self, name: str, size: int, start: float) -> None:
-        super().add_gate(name, max(size // 2, 1) if self.spec.phase else size, start)
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        assert isinstance(spec, GateLoopSpec)
+        sizes = super().gate_sizes(spec, dims)
+        return {name: max(size // 2, 1) for name, size in sizes.items()} if spec.phase else sizes
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -83,7 +86,7 @@ class GateLoop(GatedMixer):
         if not self.spec.phase:
             return entries
         with torch.autocast(v_BTGV.device.type, enabled=False):  # rounding errors of angles would add up
-            theta_BTGC = torch.einsum("btgd,gdc->btgc", inputs[0].float(), self.phase_GDC.float())
+            theta_BTGC = torch.einsum("btgd,gdc->btgc", self.gate_key(inputs).float(), self.phase_GDC.float())
         return *entries, theta_BTGC
 
     def attend(

@@ -64,7 +64,8 @@ class GLA(GatedMixer):
     summary = "normalized gated linear attention over a codebook, with one softmax denominator for window and memory"
     gate_rule = "sigmoid(pool(k) + bias)^(1/tau)"
     left_out = (
-        "GLA's projection of the gate, its output norm; off by default: `output_gate` (a sigmoid instead of SiLU)"
+        "GLA's output norm; off by default: `gate_proj` (of full rank instead of low rank), `output_gate` with "
+        "`output_gate_activation: silu`"
     )
     Spec = GLASpec
     spec: GLASpec
@@ -115,7 +116,7 @@ class GLA(GatedMixer):
         usual = (
             spec.combine == "shared"
             and spec.scope == "evicted"
-            and not (spec.rope or spec.forget or spec.conv_taps or spec.output_gate)
+            and not (spec.rope or spec.forget or spec.conv_taps or spec.output_gate or spec.gate_proj)
         )
         if self.codebook is None or not usual:
             return None
@@ -130,11 +131,11 @@ class GLA(GatedMixer):
                 )
         return None
 
-    def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
+    def pooled_logits(self, k_BTGD: Tensor, name: str) -> Tensor:
         if self.codebook is None or self.spec.gate != "pooled":
-            return super().gate_logits(inputs, name)
-        pooled_BTGF: Tensor = self.codebook(lambda codes: codes.pooled_keys(inputs[0]))
-        return pooled_BTGF + self.get_parameter(f"{name}_bias_GF").float()
+            return super().pooled_logits(k_BTGD, name)
+        pooled_BTGF: Tensor = self.codebook(lambda codes: codes.pooled_keys(k_BTGD))
+        return pooled_BTGF
 
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, self.spec.gate_normalizer)

@@ -43,6 +43,8 @@ class HGRN2Spec(GatedSpec):
             return f"lower_bound: {self.lower_bound} is out of range; use 0 or more, and less than 1"
         if self.rope:
             return "rope: the keys of hgrn2 are its gates, which cannot be rotated; use false"
+        if self.gate_proj:
+            return "gate_proj: the gates of hgrn2 are its keys, which the base projects from the input; use false"
         return super().problem()
 
 
@@ -51,8 +53,8 @@ class HGRN2(GatedMixer):
     summary = "a running mean per key channel: each channel writes as much as it forgets"
     gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + bias)"
     left_out = (
-        "lower bounds that are learned and rise from layer to layer, the projection from the layer's input to the "
-        "gate, swish of queries"
+        "lower bounds that are learned and rise from layer to layer, the projection from the layer's input to the gate "
+        "(the base's projection of keys takes its place), swish of queries"
     )
     Spec = HGRN2Spec
     spec: HGRN2Spec

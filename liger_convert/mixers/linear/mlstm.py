@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from liger_convert.mixers.base import HeadDims, MemoryOutput
+from liger_convert.mixers.base import HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
@@ -55,17 +55,20 @@ class MLSTM(GatedMixer):
     summary = "linear attention with a forget gate and an exponential input gate per head"
     gate_rule = "sigmoid(pool(k) + bias), per head"
     left_out = (
-        "the projections from the layer's input to the gates, the skip connection of its block, SiLU after the "
-        "convolution, an unbounded input gate; off by default: `short_conv`, `output_gate`"
+        "the skip connection of its block, an unbounded input gate; off by default: `gate_proj`, `short_conv` with "
+        "`conv_activation: silu` (of values, too), `output_gate`"
     )
     Spec = MLSTMSpec
     spec: MLSTMSpec
     scalar = True
     rescales = True
 
-    def __init__(self, spec: MLSTMSpec, dims: HeadDims):
-        super().__init__(spec, dims)
-        self.add_gate("input", 1, spec.input_bias)
+    @classmethod
+    def gate_sizes(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, int]:
+        return super().gate_sizes(spec, dims) | {"input": 1}
+
+    def first_bias(self, name: str) -> float:
+        return self.spec.input_bias if name == "input" else super().first_bias(name)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         log_i = log_soft_cap(self.gate_logits(inputs, "input"), self.spec.cap)

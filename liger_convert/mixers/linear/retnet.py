@@ -3,7 +3,7 @@
 S_t = a_g S_{t-1} + k_t^T v_t,   a_g = 1 - 2^{-5-g} of head g = 0 to G - 1,   o_t = norm(q_t S_t)
 
 Rotary is the base's own instead of xPos, and the heads are the key-value heads. The paper's output gate is a swish;
-`output_gate` is a sigmoid instead, which can start at 1.
+`output_gate` is by default a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class RetNetSpec(LightningSpec):
 class RetNet(Lightning):
     summary = "retention: linear attention with rotary and a constant decay per head"
     gate_rule = "(1 - 2^(-5 - g))^slope, constant"
-    left_out = "xPos (the base's rotary is used instead); off by default: `output_gate` (a sigmoid instead of SiLU)"
+    left_out = (
+        "xPos (the base's rotary is used instead); off by default: `output_gate` with `output_gate_activation: silu`"
+    )
     Spec = RetNetSpec
 
     @staticmethod

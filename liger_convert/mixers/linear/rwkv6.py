@@ -4,8 +4,8 @@ S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = n
 
 With `scope: all`, the read is the paper's. With `scope: evicted`, the memory ends before the window, which already
 covers the current token. There, `bonus: true` adds q_t diag(u) k_t^T v_t to the read, and u starts at 0. The decay is
-computed from pooled keys, as in Liger (2503.01496, table 1). `token_shift` is described in projection_pieces.py, and
-the output gate in read_pieces.py.
+computed from pooled keys, as in Liger (2503.01496, table 1); gate_projection.py adds a projection. `token_shift` is
+described in projection_pieces.py, and the output gate in read_pieces.py.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class RWKV6(GatedMixer):
     summary = "linear attention with a token-dependent decay per channel, and optionally a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + bias))"
     left_out = (
-        "the low-rank projection to the decay, SiLU instead of sigmoid in the gate; off by default: `token_shift` "
-        "(after the projections instead of before them), `output_gate`, and, with `scope: evicted`, `bonus`"
+        "nothing; off by default: `gate_proj` (of full rank instead of low rank), `token_shift` (after the "
+        "projections instead of before them), `output_gate` with `output_gate_activation: silu`, and, with `scope: "
+        "evicted`, `bonus`"
     )
     Spec = RWKV6Spec
     spec: RWKV6Spec

@@ -8,7 +8,7 @@ The outputs of memories without a normalizer are added: o_s + sum_m g_tm o_m. Al
 of one mixer, whereas the paper has separate projections. The choice for a token does not depend on other tokens. Of
 equal logits, the first memory's wins. `short_conv: 4`, `output_norm: rms` and `output_gate` are the pieces around the
 paper's memories. The convolution runs over the document before the router divides it: the authors' code convolves what
-is divided, where in training it reaches into the next memory's tokens. Its gate is a SiLU.
+is divided, where in training it reaches into the next memory's tokens.
 
 A memory's scan covers only the tokens that write or read it (see rows.py). A token is in the rows of k memories. With
 `scope: evicted`, a token is written long after it has read, so it can be in the rows of 2 k memories.
@@ -122,9 +122,9 @@ class MoM(Mixer):
     summary = "mixture of memories: a router sends each token to a few of several memories of another mixer"
     gate_rule = "the inner mixer's"
     left_out = (
-        "separate projections of keys, values and gates for each memory, SiLU of queries, keys and values; off by "
-        "default: `short_conv` (before the router divides the tokens), `output_norm`, `output_gate` (a sigmoid instead "
-        "of SiLU)"
+        "separate projections of keys, values and gates for each memory; off by default: `short_conv` with "
+        "`conv_activation: silu` (before the router divides the tokens), `output_norm`, `output_gate` with "
+        "`output_gate_activation: silu`"
     )
     recurrence = "routed"
     passes_states = False  # its balance is a mean over whole rows

@@ -6,7 +6,7 @@ o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py
 k, q and v replace Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is Mamba's convolution, applied before anything
 is computed from k, q and v. `skip` is its skip, and `output_gate` the gate on its output. phi is a softmax over F
 learned features, so the weights are positive and the read is a mean. The paper has neither phi nor the normalizer m.
-Its SiLU after the convolution is left out, and its gate is a SiLU instead of a sigmoid.
+Its SiLU after the convolution is `conv_activation: silu`, and its gate `output_gate_activation: silu`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Mamba(ElementwiseMixer):
     summary = "selective state space: each value channel decays at several rates, scaled by a step size from the token"
     gate_rule = "exp(-softplus(pool(k) + bias) e^rate)"
     left_out = (
-        "the low-rank projection to the step size, SiLU of values; a softmax over states and a normalizer are added; "
-        "off by default: `short_conv`, `skip`, `output_gate` (a sigmoid instead of SiLU)"
+        "the low-rank projection to the step size; a softmax over states and a normalizer are added; off by default: "
+        "`short_conv` with `conv_activation: silu` (of queries and keys, too), `skip`, `output_gate` with "
+        "`output_gate_activation: silu`"
     )
     Spec = MambaSpec
     # the product of two softmax features is about 1 / F, and steps add up to a fraction of 1: about e^-4 in all

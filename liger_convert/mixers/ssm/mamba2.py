@@ -2,10 +2,10 @@
 
 dt_t = softplus(pool(k_t) + b),   a_t = exp(-A dt_t),   S_t = a_t S_{t-1} + dt_t k_t^T v_t,   o_t = norm(q_t S_t)
 
-A > 0 and b are learned per head. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the paper's
-convolution without the SiLU after it. `output_gate` is an output gate with a sigmoid; the paper's is a SiLU, applied
-before the norm. With `skip: true`, the read is norm(q_t S_t + d v_t), with one learned d per query head. The heads'
-queries and keys are the base's own, whereas the paper's heads share one query and one key.
+A > 0 and b are learned per head. The pooled step is Liger's (2503.01496, table 1); `gate_proj` adds the paper's
+projection. With `skip: true`, the read is norm(q_t S_t + d v_t), with one learned d per query head. `output_gate` is
+applied after the norm of each head, whereas the paper applies it before one norm over all heads. The heads' queries and
+keys are the base's own, whereas the paper's heads share one query and one key.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Mamba2(GatedMixer):
     summary = "state space duality: one step size per head sets both how much is forgotten and how much is written"
     gate_rule = "exp(-A softplus(pool(k) + bias)), per head"
     left_out = (
-        "the projection from the layer's input to the step size, one query and one key for all heads "
-        "(here each has its own), SiLU of queries, keys and values; off by default: `short_conv`, `skip`, "
-        "`output_gate` (a sigmoid instead of SiLU)"
+        "one query and one key for all heads (here each has its own), one norm over all heads, behind the gate; off "
+        "by default: `gate_proj`, `short_conv` with `conv_activation: silu`, `skip`, `output_gate` with "
+        "`output_gate_activation: silu`"
     )
     Spec = Mamba2Spec
     spec: Mamba2Spec

@@ -95,9 +95,9 @@ def stage_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Meas
 
 
 def describe_sources(sources: Mapping[str, Mapping[str, float]]) -> str:
-    """`20 % chat (1.5 times all of it), 80 % text (0.1 times all of it)`: the tokens of a stage, by source."""
+    """`20 % chat (read 1.5 times), 80 % text (read 0.1 times)`: the tokens of a stage, by source."""
     return ", ".join(
-        f"{100 * read['fraction']:g} % {name} ({read['epochs']:g} times all of it)" for name, read in sources.items()
+        f"{100 * read['fraction']:g} % {name} (read {read['epochs']:g} times)" for name, read in sources.items()
     )
 
 

@@ -1,0 +1,142 @@
+"""Commands that do one step of a run: which models and bases they take, and which text they read as held out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import STAGE, write_home
+from tiny_models import save_tiny_base
+
+from liger_convert.cli import main, measuring
+from liger_convert.config.sources import PydocSource
+from liger_convert.data.documents import load_source
+from liger_convert.io.checkpoint import load_tokenizer
+from liger_convert.model.loading import load_linearized
+from liger_convert.pipeline.manifest import Manifest
+
+ALIGN: dict[str, Any] = {"kind": "align", "learning_rates": {"mixer": 1e-3}}
+TEXT = ["--base", "base", "--text", "text.jsonl", "--tokens", "256", "--seq-len", "64"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory: what `write_home` writes, and the model `converted`."""
+    folder = tmp_path_factory.mktemp("home")
+    write_home(folder, [ALIGN])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "text.jsonl").write_text(
+            "".join(json.dumps({"text": f"{i} bottles of beer on the wall " * 9}) + "\n" for i in range(40))
+        )
+        assert main.main(["convert", "base", "converted", "--window", "8"]) == 0
+        yield folder
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main.main(words) == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_calibrate_fits_a_learned_mix_as_a_run_does(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["convert", "base", "mixed", "--mixer", "gated-deltanet", "--window", "8"]) == 0
+    capsys.readouterr()
+    assert main.main(["calibrate", "mixed", "fitted", *TEXT, "--json"]) == 0
+    errors = json.loads(capsys.readouterr().out)["layers"]
+    assert all(layer["after"] < layer["before"] for layer in errors)
+    start, end = (load_linearized(home / name).state_dict() for name in ("mixed", "fitted"))
+    assert {name.split(".")[-1] for name in start if not torch.equal(start[name], end[name])} == {"mix_H"}
+
+
+def test_a_calibrated_export_has_no_checksums_of_the_export(home: Path) -> None:
+    assert main.main(["export", "converted", "exported"]) == 0
+    assert main.main(["verify", "exported"]) == 0
+    assert main.main(["calibrate", "exported", "exported-fitted", *TEXT]) == 0
+    assert (home / "exported/SHA256SUMS").exists()
+    assert not (home / "exported-fitted/SHA256SUMS").exists()
+    shutil.copy("exported/SHA256SUMS", "exported-fitted")
+    assert main.main(["verify", "exported-fitted"]) != 0, "the checksums of the export do not fit"
+
+
+def test_train_refuses_a_base_of_other_sizes_and_warns_of_another_base(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "recipe.yaml", "--stage", "1", "--model", "converted", "--out"]
+    save_tiny_base("llama", home / "deep", num_hidden_layers=4)
+    said = "error: --base deep: its num_hidden_layers is 4, but converted was made from a base with 3"
+    assert refusal(capsys, *words, "deep-out", "--base", "deep") == said
+    assert not (home / "deep-out").exists()
+    save_tiny_base("llama", home / "other", seed=1)
+    for base, warnings in (("base", 0), ("other", 1)):
+        capsys.readouterr()
+        assert main.main([*words, f"{base}-out", "--base", base]) == 0
+        assert capsys.readouterr().err.count("warning: --base other: the token embeddings of converted") == warnings
+
+
+def test_a_second_alignment_that_would_fit_trained_mixers_again_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = yaml.safe_load((home / "recipe.yaml").read_text())
+    frozen: dict[str, Any] = {"attention": 1e-3}
+    cases: list[tuple[list[dict[str, Any]], bool]] = [
+        ([{}, {}], True),
+        ([{}, {"calibrate": False}], False),
+        ([{"learning_rates": frozen}, {}], False),
+        ([{}, {"learning_rates": frozen}], False),
+    ]
+    for stages, refused in cases:
+        (home / "twice.yaml").write_text(
+            yaml.safe_dump(recipe | {"stages": [STAGE | ALIGN | stage for stage in stages]})
+        )
+        if refused:
+            said = "stages[1].calibrate: would overwrite the mixers that earlier stages trained; use false"
+            assert said in refusal(capsys, "plan", "twice.yaml")
+        else:
+            assert main.main(["plan", "twice.yaml"]) == 0
+
+
+def test_a_model_is_not_its_own_baseline(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "converted", "--baseline", "converted", "--suite", "suite.yaml", "--text", "text.jsonl"]
+    assert refusal(capsys, *words).startswith("error: --baseline converted: is the model itself")
+
+
+def held_out(model: Path) -> list[list[int]]:
+    return [list(document.ids) for document in measuring._held_out("pydoc", load_tokenizer(model), model)]
+
+
+def test_pydoc_is_held_out_as_the_run_of_the_model_did(home: Path) -> None:
+    tokenizer = load_tokenizer(home / "converted")
+    run = home / "run"
+    shutil.copytree("converted", run / "export")
+    resolved = {"data": {"text": {"source": "pydoc", "held_out": 0.2}}}
+    Manifest({"resolved": resolved}, {}, 7).write(run)
+    documents = load_source(PydocSource(held_out=0.2), tokenizer, seed=7)
+    trained = [list(document.ids) for document in documents.train]
+    assert held_out(run / "export") == [list(document.ids) for document in documents.held_out]
+    assert any(ids in trained for ids in held_out(home / "converted")), "what another seed holds out was trained on"
+
+
+def test_a_model_without_its_run_is_told_which_part_of_pydoc_it_reads(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "little.yaml").write_text("description: tiny\ntext: [{window: 16, windows: 2}]\n")
+    words = ["eval", "--suite", "little.yaml", "--json"]
+
+    def notes(model: str, *more: str) -> Any:
+        capsys.readouterr()
+        assert main.main([*words, model, *more]) == 0
+        return json.loads(capsys.readouterr().out).get("notes", [])
+
+    assert [note for note in notes("converted") if "the run of the model is not around it" in note]
+    assert notes("converted", "--text", "text.jsonl") == []
+    assert not [note for note in notes("base") if "run of the model" in note]
+    shutil.copytree("converted", home / "of-a-run/export")
+    Manifest({}, {}, 0).write(home / "of-a-run")
+    assert not [note for note in notes("of-a-run/export") if "run of the model" in note]
