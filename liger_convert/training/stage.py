@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from liger_convert.training.full_result import help_to_write, write_model
 from liger_convert.training.layerwise import FOLDER, LayerwiseStage
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, Chain, last_model, load_chain
-from liger_convert.training.sequence_parallel import check, group_of
+from liger_convert.training.sequence_parallel import Group, check, group_of
 from liger_convert.training.sharding import (
     gather_trained,
     give_up,
@@ -127,20 +128,10 @@ def run_stage(
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
     dtype = compute_dtype(device, precision)
+    options: dict[str, Any] = {"dataset": dataset, "device": device, "dtype": dtype, "seed": seed, "progress": progress}
     if isinstance(stage, AlignStage) and stage.layerwise:
         share(stage, count)
-        layers = LayerwiseStage(
-            stage,
-            model_dir=model_dir,
-            results=results,
-            base_dir=base_dir,
-            dataset=dataset,
-            out=out,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-            progress=progress,
-        )
+        layers = LayerwiseStage(stage, model_dir=model_dir, results=results, base_dir=base_dir, out=out, **options)
         facts = layers.run(resume)
         losses = facts.pop("losses")
         stats = _facts(stage, dataset, len(losses)) | {"sharded": False, **facts, "loss": curve(losses)}
@@ -161,23 +152,11 @@ def run_stage(
     sequence = group_of(device, sequence_parallel) if sequence_parallel > 1 else None
     taken = bytes_beside_teacher(stage, model, device, dtype, count, sequence_parallel)
     objective = make_objective(stage, model.config, base_dir, device, dtype, mesh, taken, keep_gathered)
-
-    def first_rows(count: int) -> dict[str, torch.Tensor]:
-        batch = collate([dataset.whole(i) for i in range(min(count, len(dataset)))])
-        return {name: t.to(device) for name, t in batch.items()}
-
+    setup = _Setup(stage, dataset, device, dtype, mesh, sequence)
     # without a learning rate, a LoRA stage does not save the mixers, so they must stay unchanged
     if isinstance(stage, AlignStage) and stage.fits_mixers:
-        assert isinstance(objective, AlignObjective)
-        model = model.to(device) if mesh is None else shard_to_calibrate(model, mesh)
-        with autocast(device, dtype):
-            rows = first_rows(-(-CALIBRATION_TOKENS // stage.seq_len))
-            if sequence is not None:  # each process fits all mixers, on no more tokens than fit in its memory
-                most = max(CALIBRATION_TOKENS, stage.seq_len // sequence.size)
-                rows = {name: x[:, :most] for name, x in rows.items()}
-            objective.calibrate(model, rows)
+        fitted = setup.fit_mixers(model, objective)
         if mesh is not None:  # adapters must be added before sharding
-            fitted = mixers_of(model)
             del model  # else both models would be in memory at once
             model = load_start(model_dir, results, mesh)
             if processes.is_first():
@@ -191,40 +170,99 @@ def run_stage(
             folder.remove(checkpoints)
             last = None
         pissa.start(model, checkpoints, resumes=last is not None)
+    setup.spread(model, objective, keep_gathered)
+    shared: dict[str, Any] = {"processes": count, "sharded": mesh is not None, "sequence": sequence}
+    trainer = StageTrainer(model, stage, objective, out=checkpoints, **options, **shared)
     aligning = isinstance(stage, AlignStage)
-    if sequence is not None:
-        for body in (model, getattr(objective, "base", None)):
-            if body is not None:
-                sequence.install(adapted_model(body))
-    if mesh is not None:
-        shard_student(model, mesh, dtype, aligns=aligning, keep_gathered=keep_gathered)
-    if stage.compile and sequence is None and gains_by_compiling(device):
-        compile_layers(model, objective, aligning)
-    trainer = StageTrainer(
-        model,
-        stage,
-        objective,
-        dataset,
-        out=checkpoints,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-        processes=count,
-        sharded=mesh is not None,
-        sequence=sequence,
-    )
+    before = setup.layer_errors(model, objective) if aligning else []
+    seconds = _train(trainer, last, device)
+    stats = setup.statistics(trainer, model, seconds)
+    if aligning:
+        stats["align_error"] = {"before": before, "after": setup.layer_errors(model, objective)}
+    if mesh is not None and stage.lora is not None:
+        # an adapter is saved without the model's other weights, so a model on the meta device suffices
+        trained, model = model, prepare(without_weights(model.config), stage)
+        gather_trained(trained, model)
+    if trainer.is_world_process_zero():
+        atomic_write(stats_file, json.dumps(stats, indent=1))
+        _write_result(stage, model, result, start, checkpoints)
+        folder.remove(checkpoints)
+    elif mesh is not None and stage.lora is None:
+        help_to_write(model)
+    processes.barrier()  # so that every process can read the result right away
+    return stats
 
-    def layer_errors() -> list[float]:
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a stage trains on: its rows, the device, and how the processes share the weights (`mesh`) and each row
+    (`sequence`)."""
+
+    stage: Stage
+    dataset: PackedDataset | MixedDataset
+    device: torch.device
+    dtype: torch.dtype
+    mesh: DeviceMesh | None
+    sequence: Group | None
+
+    def first_rows(self, count: int) -> dict[str, torch.Tensor]:
+        batch = collate([self.dataset.whole(i) for i in range(min(count, len(self.dataset)))])
+        return {name: t.to(self.device) for name, t in batch.items()}
+
+    def fit_mixers(self, model: Any, objective: Objective) -> dict[str, torch.Tensor]:
+        """Calibrates the mixers in place. If that takes sharding the model, returns them, of the first process."""
         assert isinstance(objective, AlignObjective)
-        rows = first_rows(ERROR_ROWS)
-        # eager, since two batches are not worth another compilation
-        with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
-            errors = objective.layer_errors(model.eval(), rows if sequence is None else sequence.cut(rows))
-        give_up(model)
-        return errors if sequence is None else sequence.total(torch.tensor(errors, device=device)).tolist()
+        model = model.to(self.device) if self.mesh is None else shard_to_calibrate(model, self.mesh)
+        with autocast(self.device, self.dtype):
+            rows = self.first_rows(-(-CALIBRATION_TOKENS // self.stage.seq_len))
+            if self.sequence is not None:  # each process fits all mixers, on no more tokens than fit in its memory
+                most = max(CALIBRATION_TOKENS, self.stage.seq_len // self.sequence.size)
+                rows = {name: x[:, :most] for name, x in rows.items()}
+            objective.calibrate(model, rows)
+        return {} if self.mesh is None else mixers_of(model)
 
-    before = layer_errors() if aligning else []
+    def spread(self, model: Any, objective: Objective, keep_gathered: bool) -> None:
+        """Divides rows and weights among the processes, or compiles the layers where that is worth it."""
+        aligns = isinstance(self.stage, AlignStage)
+        if self.sequence is not None:
+            for body in (model, getattr(objective, "base", None)):
+                if body is not None:
+                    self.sequence.install(adapted_model(body))
+        if self.mesh is not None:
+            shard_student(model, self.mesh, self.dtype, aligns=aligns, keep_gathered=keep_gathered)
+        if self.stage.compile and self.sequence is None and gains_by_compiling(self.device):
+            compile_layers(model, objective, aligns)
+
+    def layer_errors(self, model: Any, objective: Objective) -> list[float]:
+        """The relative error of each linearized layer on the first ERROR_ROWS rows."""
+        assert isinstance(objective, AlignObjective)
+        rows = self.first_rows(ERROR_ROWS)
+        # eager, since two batches are not worth another compilation
+        with autocast(self.device, self.dtype), torch.compiler.set_stance("force_eager"):
+            errors = objective.layer_errors(model.eval(), rows if self.sequence is None else self.sequence.cut(rows))
+        give_up(model)
+        if self.sequence is None:
+            return errors
+        return self.sequence.total(torch.tensor(errors, device=self.device)).tolist()
+
+    def statistics(self, trainer: StageTrainer, model: Any, seconds: float) -> dict[str, Any]:
+        """What `run_stage` returns, but for the errors of an alignment."""
+        losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        stats = _facts(self.stage, self.dataset, trainer.state.global_step) | {
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "seconds": round(seconds, 1),
+            "sharded": self.mesh is not None,
+            "fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}",
+            "loss": curve(losses),
+        }
+        if self.device.type == "cuda":
+            stats["gpu_memory"] = torch.cuda.max_memory_reserved(self.device)
+        return stats
+
+
+def _train(trainer: StageTrainer, last: Path | None, device: torch.device) -> float:
+    """Trains, from the first process's checkpoint `last` if there is one. Returns the seconds that this and earlier
+    attempts took."""
     processes.barrier()  # some processes may read the data for longer than the timeout of a collective
     last = _agreed(last)
     if device.type == "cuda":
@@ -238,37 +276,19 @@ def run_stage(
     seconds = trainer.watch.seconds()
     if trainer.average is not None:
         trainer.average.apply()
-    losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    stats = _facts(stage, dataset, trainer.state.global_step) | {
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "seconds": round(seconds, 1),
-        "sharded": mesh is not None,
-        "fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}",
-        "loss": curve(losses),
-    }
-    if device.type == "cuda":
-        stats["gpu_memory"] = torch.cuda.max_memory_reserved(device)
-    if aligning:
-        stats["align_error"] = {"before": before, "after": layer_errors()}
-    if mesh is not None and stage.lora is not None:
-        # an adapter is saved without the model's other weights, so a model on the meta device suffices
-        trained, model = model, prepare(without_weights(model.config), stage)
-        gather_trained(trained, model)
-    if trainer.is_world_process_zero():
-        atomic_write(stats_file, json.dumps(stats, indent=1))
-        with atomic_dir(result) as new:
-            if stage.lora is None:
-                write_model(model, new / MODEL, start)
-            else:
-                if stage.uses_pissa:
-                    pissa.become_changes(model, checkpoints)
-                model.config.use_cache = True  # Trainer switches it off
-                model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
-        folder.remove(checkpoints)
-    elif mesh is not None and stage.lora is None:
-        help_to_write(model)
-    processes.barrier()  # so that every process can read the result right away
-    return stats
+    return seconds
+
+
+def _write_result(stage: Stage, model: Any, result: Path, start: Chain | None, checkpoints: Path) -> None:
+    """Writes the adapter or the model to the new folder `result`. start: where a model's frozen weights come from."""
+    with atomic_dir(result) as new:
+        if stage.lora is None:
+            write_model(model, new / MODEL, start)
+        else:
+            if stage.uses_pissa:
+                pissa.become_changes(model, checkpoints)
+            model.config.use_cache = True  # Trainer switches it off
+            model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
 
 
 def _facts(stage: Stage, dataset: PackedDataset | MixedDataset, steps: int) -> dict[str, Any]:
