@@ -182,14 +182,14 @@ def merge(
     Example: linearize merge converted aligned distilled --out merged
     """
     from liger_convert.io.files import refuse_existing
-    from liger_convert.pipeline.begun_stage import other_model
+    from liger_convert.pipeline.begun_stage import odd_merge
     from liger_convert.training.merge import last_model, merge_results
 
     results = [folder / "result" for folder in trained]
     refuse_existing(out)
     last_model(model, results)  # what can be refused without reading the weights
-    if (unlike := other_model(trained[0], model)) is not None:
-        stderr.print(f"warning: {unlike}", markup=False, soft_wrap=True)
+    if (odd := odd_merge(model, trained)) is not None:
+        stderr.print(f"warning: {odd}", markup=False, soft_wrap=True)
     merge_results(model, results, out)
     stages = "1 stage" if len(trained) == 1 else f"{len(trained)} stages"
     stdout().print(f"{out}: {model} with {stages} merged, in float32", markup=False, soft_wrap=True)

@@ -75,13 +75,15 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 def _data_files(folder: Path) -> list[Path]:
     """What below a folder has the name of a data file, sorted, even if it is none that can be read: that is refused
-    later. Raises BadInput for folders whose files would be missing in silence."""
+    later. Hidden folders, as notebooks and version control leave them, are passed over like hidden files. Raises
+    BadInput for other folders whose files would be missing in silence."""
 
     def refuse(error: OSError) -> None:
         raise BadInput(f"{error.filename}: cannot be read ({error.strerror})")
 
     found = []
     for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
         if links := [name for name in sorted(folders) if os.path.islink(Path(place, name))]:
             what = "is a link to a folder, and links to folders are not followed"
             raise BadInput(f"{Path(place, links[0])}: {what}; name that folder as a source of its own, or move it here")

@@ -53,6 +53,7 @@ OTHER_DTYPES = {
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 LICENCES = ("LICENSE*", "LICENCE*", "license*", "COPYING*", "NOTICE*", "USE_POLICY*")
+TEMPLATES = "additional_chat_templates/*.jinja"  # where transformers saves templates with a name
 COMPANIONS = (
     *TOKENIZER,
     "tokenizer_config.json",
@@ -60,6 +61,7 @@ COMPANIONS = (
     "added_tokens.json",
     "merges.txt",
     "chat_template*",
+    TEMPLATES,
     "generation_config.json",
     *LICENCES,
 )
@@ -126,7 +128,7 @@ def locate_base(source: str) -> Path | None:
         raise BadInput(
             f"base: {source[:200]}: cannot be looked up ({getattr(error, 'strerror', None) or error})"
         ) from None
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(".gguf"):
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) or source.endswith(".gguf"):
         raise BadInput(f"base: {source}: there is no such file or folder")
     return None
 
@@ -173,7 +175,10 @@ def _download(repo: str, revision: str | None, wanted: list[str]) -> Path:
     # the patterns match across folders, where repositories keep the same weights in other formats
     unwanted = ["*/*", "consolidated*"]
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
+        path = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
+        if TEMPLATES in wanted:
+            snapshot_download(repo, revision=revision, allow_patterns=[TEMPLATES])
+        return path
     except GatedRepoError:
         raise BadInput(f"base: {repo}: accept its terms on the hub and log in first (hf auth login)") from None
     except RevisionNotFoundError:
@@ -238,7 +243,9 @@ def copy_companions(base: Path, out: Path) -> None:
     """
     for path in sorted({path for pattern in COMPANIONS for path in base.glob(pattern) if path.is_file()}):
         if _belongs_to(path, base):
-            shutil.copyfile(path, out / path.name)
+            copy = out / path.relative_to(base)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
             continue
         what = f"{path}: is a link to a file outside of the model's folder"
         if any(path.match(pattern) for pattern in TOKENIZER):

@@ -20,6 +20,7 @@ from liger_convert.utils import interrupts
 from liger_convert.utils.errors import BadInput, LinearizeError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_SHORT_WRITE = ("No space left on device", "unexpected pos")  # in what torch.save raises
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG, errno.ENAMETOOLONG)
 
 
@@ -31,7 +32,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         code = error.errno if isinstance(error, OSError) else None
         # the Rust writers of safetensors and tokenizers raise their own types, with the error number in the text
-        if code in _FULL or f"(os error {errno.ENOSPC})" in str(error):
+        is_short = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SHORT_WRITE)
+        if code in _FULL or f"(os error {errno.ENOSPC})" in str(error) or is_short:
             raise LinearizeError(f"{path}: the disk is full; free some space and start again") from error
         if code in _REFUSED or f"(os error {errno.EFBIG})" in str(error):
             raise LinearizeError(f"{path}: cannot be written: {_why(error)}") from error

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from liger_convert.io.config_sizes import check_rotary
-from liger_convert.model.families import PREFIX, family_of
+from liger_convert.io.config_sizes import ROTARY_LISTS, check_rotary
+from liger_convert.model.families import PREFIX, family_of, head_dim
 from liger_convert.utils.errors import BadInput, first_line
 
 SLIDING = "sliding_attention"
@@ -54,6 +54,13 @@ def check_settings(config: Any) -> None:
         if not isinstance(value, int | float):
             what = f"a number, by which {config.model_type} scales its queries, not {json.dumps(value)}"
             raise BadInput(f"config.json: rope_parameters.{name} should be {what}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
+        value = getattr(config, name, None)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise BadInput(f"config.json: {name} should be a number above 0, or null, not {json.dumps(value)}")
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts is not None and (each := getattr(config, "num_experts_per_tok", None) or 0) > experts:
+        raise BadInput(f"config.json: num_experts_per_tok {each} is more than the number of experts, {experts}")
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(
             "config.json: is_encoder_decoder is true, but a decoder alone is generated from; set it to false"
@@ -99,6 +106,11 @@ def meta_model(config: Any) -> Any:
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; use one of {known}")
+        rotated = int(head_dim(config) * (part.get("partial_rotary_factor") or 1))
+        for name in ROTARY_LISTS if kind == "longrope" else ():
+            if isinstance(part.get(name), list) and len(part[name]) != rotated // 2:
+                what = f"should have {rotated // 2} numbers, one for each pair of channels, not {len(part[name])}"
+                raise BadInput(f"config.json: {name} {what}")
     for name in ("hidden_act", "hidden_activation"):
         value = getattr(config, name, None)
         if isinstance(value, str) and value not in ACT2FN:

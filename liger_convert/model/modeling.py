@@ -36,6 +36,7 @@ from liger_convert.model.output_head import HeadLoss, OutputHead
 from liger_convert.model.packing import document_positions
 from liger_convert.model.prompt_graphs import PromptReader
 from liger_convert.model.quantized_weights import QuantizedWeights
+from liger_convert.model.rotary import length_limit
 from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
 
 logger = logging.get_logger(__name__)
@@ -207,7 +208,8 @@ class LinearizedForCausalLM(LinearizedInit):
 
     prefill_chunk: prefill with a cache that needs only the last tokens' logits, as in generation, reads this many
     tokens at a time, or fewer with more than FULL_ROWS rows. Its memory, apart from the cache, then depends neither on
-    the prompt length nor, down to chunks of LEAST_CHUNK tokens, on the batch size. None reads the prompt in one piece.
+    the prompt length nor, down to chunks of LEAST_CHUNK tokens, on the batch size. None reads the prompt in one piece,
+    and so is one beyond the `length_limit` of the base's rotary embedding.
     """
 
     _backbone: Any
@@ -266,7 +268,7 @@ class LinearizedForCausalLM(LinearizedInit):
         options = {"past_key_values": past_key_values, "labels": labels, "logits_to_keep": logits_to_keep, **kwargs}
         chunk = None
         if past_key_values is not None and not of_all_tokens and not torch.is_grad_enabled():
-            chunk = self._chunk(inputs, logits_to_keep)
+            chunk = self._chunk(inputs, past_key_values, logits_to_keep)
         if chunk is None:
             if self.training:
                 self.model.prompts.forget()
@@ -274,7 +276,7 @@ class LinearizedForCausalLM(LinearizedInit):
         with self.model.prompts.reading(self, past_key_values, chunk):
             return super().forward(**self._read_ahead(inputs, past_key_values, chunk), **options)
 
-    def _chunk(self, inputs: Inputs, logits_to_keep: int | Tensor) -> int | None:
+    def _chunk(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> int | None:
         """The tokens of a chunk in which the inputs, a prompt, may be read; None if they must be read at once."""
         given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
         chunk = self.prefill_chunk
@@ -282,6 +284,9 @@ class LinearizedForCausalLM(LinearizedInit):
             return None
         if (rows := len(given)) > FULL_ROWS:
             chunk = min(chunk, max(LEAST_CHUNK, chunk * FULL_ROWS // rows))
+        limit = length_limit(self.config)
+        if limit is not None and cache.get_seq_length() + given.shape[1] > limit:
+            return None
         return chunk if isinstance(logits_to_keep, int) and 0 < logits_to_keep <= chunk else None
 
     def _read_ahead(self, inputs: Inputs, cache: Any, chunk: int) -> Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,28 @@ def begun_stage(recipe: Recipe, number: int, model: Path, base: Path, out: Path 
     return _resumed(out, settings, inputs)
 
 
-def other_model(out: Path, model: Path) -> str | None:
-    """A sentence if the stage in `out` was begun with other weights than those in the folder `model`; else None.
+def odd_merge(model: Path, trained: Sequence[Path]) -> str | None:
+    """A sentence if the stages in `trained` do not build upon each other and `model`, as far as is known; else None.
+
+    The first one should have been trained on the weights in the folder `model`, and no later one: it would undo what an
+    earlier one has learned, or was trained without it. Raises BadInput for a stage that is given twice.
+    """
+    seen: dict[Path, Path] = {}
+    for out in trained:
+        if (place := out.resolve()) in seen:
+            raise BadInput(f"{out}: is given twice, and would be merged twice; give each stage once, in order")
+        seen[place] = out
+    first, *later = trained
+    if _was_trained_on(first, model) is False:
+        return f"{first}: was trained on other weights than those of {model}"
+    for before, out in zip(trained, later):
+        if _was_trained_on(out, model):
+            return f"{out}: was trained on {model} without {before}; merge that first and train on the result"
+    return None
+
+
+def _was_trained_on(out: Path, model: Path) -> bool | None:
+    """Whether the stage in `out` was begun with the weights in the folder `model`; None if it does not say.
 
     Reads the weights up to the first file that differs.
     """
@@ -69,8 +89,8 @@ def other_model(out: Path, model: Path) -> str | None:
                 break
             left.remove(found)
         else:
-            return None
-    return f"{out}: was trained on other weights than those of {model}"
+            return True
+    return False
 
 
 def _resumed(out: Path, settings: dict[str, Any], inputs: Mapping[str, Path]) -> BegunStage:

@@ -98,6 +98,7 @@ def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
         for path in model_dir.iterdir():
             if path.is_file() and path.name not in (INDEX, SUMS) and path.suffix != ".safetensors":
                 shutil.copyfile(path, folder / path.name)
+        copy_companions(model_dir, folder)  # also those in a folder of their own
         write_shards([*copied_shards(check_folder(model_dir), dropped=mixers), new], folder)
 
 

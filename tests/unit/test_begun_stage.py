@@ -123,7 +123,7 @@ def test_weights_are_read_up_to_the_first_file_that_differs(tmp_path: Path, monk
     for recorded, reads, same in (("abc", "abc", True), ("bca", "abc", True), ("axc", "ab", False), ("ab", "", False)):
         inputs = {f"model/{i}.safetensors": sha256 for i, sha256 in enumerate(recorded)}
         (tmp_path / begun_stage.FILE).write_text(json.dumps({"inputs": inputs}))
-        assert (begun_stage.other_model(tmp_path, tmp_path / "model") is None) == same
+        assert (begun_stage.odd_merge(tmp_path / "model", [tmp_path]) is None) == same
         assert read == [f"{name}.safetensors" for name in reads]
         read.clear()
 

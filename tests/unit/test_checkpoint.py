@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -268,19 +269,23 @@ def test_a_packaged_file_is_found_without_importing_the_package(base, tmp_path, 
 
 
 def test_a_hub_id_is_fetched_without_pickles_and_code_unless_asked_for(base, tmp_path, monkeypatch):
-    asked: dict[str, set[str]] = {}
+    asked: list[tuple[str, set[str], bool]] = []
 
-    def snapshot_download(repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: object) -> str:
-        asked[f"{repo}@{revision}"] = set(allow_patterns)
+    def snapshot_download(repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: Any = ()) -> str:
+        asked.append((f"{repo}@{revision}", set(allow_patterns), "*/*" in ignore_patterns))
         return str(base)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve_base("some/model", tmp_path) == base
     resolve_base("some/model", tmp_path, revision="v2", allow_pickle=True, trust_remote_code=True)
-    assert "*.safetensors" in asked["some/model@None"]
-    assert asked["some/model@v2"] - asked["some/model@None"] == {"*.bin", "*.py"}
+    (_, plain, plain_is_flat), templates, (_, all_, _), *_ = asked
+    assert "*.safetensors" in plain
+    assert plain_is_flat, "folders hold the same weights in other formats"
+    assert templates == ("some/model@None", {"additional_chat_templates/*.jinja"}, False)
+    assert all_ - plain == {"*.bin", "*.py"}
+    assert [repo for repo, *_ in asked] == 2 * ["some/model@None"] + 2 * ["some/model@v2"]
     assert checkpoint.base_config("some/model").model_type == "llama"
-    assert asked["some/model@None"] == {"config.json"}
+    assert asked[4:] == [("some/model@None", {"config.json"}, True)]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

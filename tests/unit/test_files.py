@@ -14,8 +14,9 @@ import pytest
 from worlds import World, files
 
 from liger_convert.cli import main
-from liger_convert.io.files import atomic_dir, scratch_folder, temporary_folder
+from liger_convert.io.files import atomic_dir, disk_errors, scratch_folder, temporary_folder
 from liger_convert.utils import interrupts
+from liger_convert.utils.errors import LinearizeError
 
 HOLD = """
 import sys, time
@@ -111,6 +112,20 @@ def test_a_command_that_ends_early_leaves_no_scratch_folder(tmp_path, monkeypatc
     with pytest.raises(error):
         fails()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[enforce fail at inline_container.cc:672] . unexpected pos 44480 vs 44368",
+        "open file failed with strerror: No space left on device",
+    ],
+)
+def test_what_torch_says_of_a_full_disk_is_understood(said: str, tmp_path: Path) -> None:
+    with pytest.raises(LinearizeError, match="the disk is full"), disk_errors(tmp_path):
+        raise RuntimeError(said)
+    with pytest.raises(RuntimeError, match="out of memory"), disk_errors(tmp_path):
+        raise RuntimeError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("words", [World.run, World.convert], ids=["run", "convert"])

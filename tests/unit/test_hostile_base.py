@@ -439,3 +439,47 @@ def test_weights_that_change_while_they_are_read_are_no_bug(world, damage, monke
     assert main.main(generate(world)) == 2
     assert f"error: {world.base}: transformers cannot load it: " in capfd.readouterr().err
     assert files(world.folder) <= before
+
+
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LISTS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        (
+            "llama",
+            {"rope_parameters": ROPE | LISTS},
+            "long_factor should have 4 numbers, one for each pair of channels",
+        ),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the number of experts, 4"),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": 0.0},
+            "attn_logit_softcapping should be a number above 0, or null, not 0.0",
+        ),
+        ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar should be a number above 0, or null, not -4"),
+    ],
+    ids=["longrope", "experts", "softcap", "scalar"],
+)
+def test_a_config_that_only_fails_once_it_runs_is_refused_by_convert(
+    family: str, changes: dict[str, object], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base, out = save_tiny_base(family, tmp_path / "base"), tmp_path / "out"
+    assert main.main(["convert", str(base), str(out), "--window", "8"]) == 0, "without the change"
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | changes))
+    capfd.readouterr()
+    assert main.main(["convert", str(base), str(tmp_path / "other"), "--window", "8"]) == 2
+    assert says in capfd.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("./nofolder", "../nofolder", "./a/b"):
+        assert main.main(["convert", path, "out"]) == 2
+        assert capfd.readouterr().err.strip() == f"error: base: {path}: there is no such file or folder"

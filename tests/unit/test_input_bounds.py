@@ -24,6 +24,14 @@ ROW = '{"text": "a line of text that is long enough"}\n'
 # --- what is unusual and sound
 
 
+def test_hidden_folders_of_a_data_folder_are_not_read(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "part/b.jsonl", ".c.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "part/.git/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    (tmp_path / ".cache").symlink_to(tmp_path.parent)
+    assert [row.value["text"] for row in row_files.file_rows(tmp_path)] == ["a.jsonl", "part/b.jsonl"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["\ufeff" + ROW + ROW, ROW.replace("\n", "\r\n") * 2, '{"text": "\\ud83d\\ude00 \\u0000 a"}\n' + ROW],

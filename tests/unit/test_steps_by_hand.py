@@ -13,6 +13,7 @@ import torch
 import yaml
 from runs import STAGE, write_home
 from tiny_models import save_tiny_base
+from transformers import AutoTokenizer
 
 from liger_convert.cli import main, measuring
 from liger_convert.config.sources import PydocSource
@@ -140,3 +141,44 @@ def test_a_model_without_its_run_is_told_which_part_of_pydoc_it_reads(
     shutil.copytree("converted", home / "of-a-run/export")
     Manifest({}, {}, 0).write(home / "of-a-run")
     assert not [note for note in notes("of-a-run/export") if "run of the model" in note]
+
+
+def merge_said(capsys: pytest.CaptureFixture[str], out: str, *words: str) -> str:
+    capsys.readouterr()
+    assert main.main(["merge", *words, "--out", out]) == 0
+    return capsys.readouterr().err
+
+
+def test_merged_stages_have_to_build_upon_each_other(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "recipe.yaml", "--stage", "1"]
+    assert main.main([*train, "--model", "converted", "--out", "first"]) == 0
+    assert merge_said(capsys, "merged-first", "converted", "first") == ""
+    for model, out in (("converted", "beside"), ("merged-first", "behind")):
+        assert main.main([*train, "--model", model, "--out", out, "--set", "stages[0].calibrate=false"]) == 0
+    assert merge_said(capsys, "merged-behind", "converted", "first", "behind") == ""
+    said = "warning: beside: was trained on converted without first; merge that first and train on the result"
+    assert merge_said(capsys, "merged-beside", "converted", "first", "beside").strip() == said
+    refused = refusal(capsys, "merge", "converted", "first", "behind", str(home / "first"), "--out", "twice")
+    assert refused.startswith(f"error: {home / 'first'}: is given twice")
+    assert not (home / "twice").exists()
+
+
+def test_templates_with_a_name_are_kept_by_every_step(home: Path) -> None:
+    shutil.copytree("base", "named")
+    folder = home / "named/additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("TOOLS {{ tools }}")
+    (folder / "notes.txt").write_text("not copied")
+    steps = (
+        ["convert", "named", "n1", "--window", "8"],
+        ["calibrate", "n1", "n2", *TEXT],
+        ["train", "recipe.yaml", "--stage", "1", "--model", "n2", "--out", "nt", "--set", "stages[0].calibrate=false"],
+        ["merge", "n2", "nt", "--out", "n3"],
+        ["export", "n3", "n4"],
+        ["verify", "n4"],
+    )
+    for words in steps:
+        assert main.main(words) == 0, words
+    for made in ("n1", "n2", "n3", "n4"):
+        assert [path.name for path in (home / made / folder.name).iterdir()] == ["tool_use.jinja"], made
+        assert AutoTokenizer.from_pretrained(home / made).chat_template["tool_use"] == "TOOLS {{ tools }}"
