@@ -116,6 +116,7 @@ def convert_base(
     trust = recipe.base_options.trust_remote_code
     with local_model(base, **base_options) as folder, show_progress("convert") as report:
         plan = make_plan(recipe, checkpoint.load_config(folder, trust))
+        checkpoint.load_tokenizer(folder, trust)  # every later command needs one that works
         for warning in wider_windows(plan):
             console.print(f"warning: {warning}", markup=False, soft_wrap=True)
         convert_checkpoint(

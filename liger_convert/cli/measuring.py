@@ -26,6 +26,7 @@ from liger_convert.io import checkpoint
 from liger_convert.io.files import refuse_existing
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import check_quantizable
+from liger_convert.model.rotary import length_limit
 from liger_convert.pipeline.export import export_model
 from liger_convert.pipeline.manifest import FILE as MANIFEST
 from liger_convert.pipeline.manifest import Manifest
@@ -134,6 +135,7 @@ def evaluate_models(
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
     said = [*notes[model], *cut_prompts(found), *_unknown_part(model, folders[model], inputs)]
+    said += _rotated_together(checkpoint.load_config(folders[model], trust_remote_code), inputs)
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}
 
 
@@ -163,6 +165,7 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             report=report,
         )
     notes = [*([unlike] if unlike is not None else []), *results.get("notes", []), *_unknown_part(model, model, inputs)]
+    notes += _rotated_together(checkpoint.load_config(model), inputs)
     return results | ({"notes": notes} if notes else {})
 
 
@@ -187,6 +190,15 @@ def export_quantized(
                 return {**quantization_loss(model, folder, ids_NT, where, report)}
 
         return export_model(model, out, quantize=scheme, measure=measure, progress=report, **options)
+
+
+def _rotated_together(config: Any, inputs: EvalInputs) -> list[str]:
+    """A note if what a row is measured by depends on the rows that it shares a batch with."""
+    limit = length_limit(config)
+    if limit is None or inputs.batch_size == 1:
+        return []
+    what = f"a row of more than {limit} tokens changes the rotary embedding of shorter ones in its batch"
+    return [f"--batch-size {inputs.batch_size}: {what}, by {config.model_type}'s rope_type; use 1 to exclude that"]
 
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:

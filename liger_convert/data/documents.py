@@ -119,8 +119,12 @@ def load_source(
     held_keys = {key for key, _ in held_out}
     train = [document for key, document in documents if key not in held_keys]
     if not train:
+        if getattr(source, "validation", None):
+            raise BadInput(f"data: {_name(source)}: all its texts are in its validation as well; give others there")
+        different = len({key for key, _ in documents})
+        of_all = "" if different == len(documents) else f" ({different} different of {len(documents)})"
         raise BadInput(
-            f"data: {_name(source)} has too few documents: nothing is left after the held-out part; "
+            f"data: {_name(source)} has too few documents{of_all}: nothing is left after the held-out part; "
             "give more, or name others as validation"
         )
     hides_tools = tools and "tools" not in (tokenizer.chat_template or ALPACA_TEMPLATE)

@@ -56,14 +56,15 @@ def begun_stage(recipe: Recipe, number: int, model: Path, base: Path, out: Path 
 def odd_merge(model: Path, trained: Sequence[Path]) -> str | None:
     """A sentence if the stages in `trained` do not build upon each other and `model`, as far as is known; else None.
 
-    The first one should have been trained on the weights in the folder `model`, and no later one: it would undo what an
-    earlier one has learned, or was trained without it. Raises BadInput for a stage that is given twice.
+    The first one should have been trained on the weights in the folder `model`. A later one that was trained on them,
+    too, would undo what an earlier one has learned, or has never seen it. Raises BadInput for a stage that is given
+    twice.
     """
-    seen: dict[Path, Path] = {}
+    seen: set[Path] = set()
     for out in trained:
-        if (place := out.resolve()) in seen:
+        if out.resolve() in seen:
             raise BadInput(f"{out}: is given twice, and would be merged twice; give each stage once, in order")
-        seen[place] = out
+        seen.add(out.resolve())
     first, *later = trained
     if _was_trained_on(first, model) is False:
         return f"{first}: was trained on other weights than those of {model}"

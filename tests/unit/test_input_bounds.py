@@ -12,11 +12,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tiny import tiny_tokenizer
 from worlds import World
 
 from liger_convert.cli import main
 from liger_convert.config.recipe import load
+from liger_convert.config.sources import FileSource
 from liger_convert.data import row_files
+from liger_convert.data.documents import load_source
 from liger_convert.utils.errors import BadInput
 
 ROW = '{"text": "a line of text that is long enough"}\n'
@@ -51,6 +54,26 @@ def test_a_json_list_is_the_same_read_in_pieces_of_any_size(
     for indent in (None, 2):
         (tmp_path / "x.json").write_text(json.dumps(items, indent=indent, ensure_ascii=indent is None) + "\n")
         assert [row.value for row in row_files.file_rows(tmp_path / "x.json")] == items
+
+
+@pytest.mark.parametrize(
+    ("rows", "validation", "says"),
+    [
+        (40 * ["the same"], None, "has too few documents (1 different of 40): nothing is left"),
+        (["a"], None, "has too few documents: nothing is left after the held-out part"),
+        (["a text", "another"], ["another", "a text"], "all its texts are in its validation as well"),
+    ],
+    ids=["equal", "one", "validation"],
+)
+def test_a_source_whose_texts_are_all_held_out_says_why(
+    rows: list[str], validation: list[str] | None, says: str, tmp_path: Path
+) -> None:
+    texts = {"train": rows, "held": validation or []}
+    for name, lines in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    other = {"validation": str(tmp_path / "held.jsonl")} if validation else {"held_out": 0.5}
+    with pytest.raises(BadInput, match=re.escape(says)):
+        load_source(FileSource(path=str(tmp_path / "train.jsonl"), **other), tiny_tokenizer())
 
 
 def test_recipes_share_values_by_anchors_and_merges(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from liger_convert.cli import main
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import modeling
 from liger_convert.model.loading import linearize_base
@@ -88,3 +90,17 @@ def test_other_rotary_embeddings_have_no_limit(model_type: str, tmp_path: Path) 
     plan = {"format": 2, "mixers": {"main": resolve_spec({"type": "gla"})}, "layers": ["main", "softmax", "softmax"]}
     config = linearize_base(folder, plan, dtype=torch.float32).config
     assert (length_limit(config) is None) == ("longrope" not in str(config.rope_parameters))
+
+
+@pytest.mark.parametrize(("batch_size", "notes"), [("1", 0), ("2", 1)])
+def test_eval_says_that_the_rows_of_a_batch_depend_on_each_other(
+    batch_size: str, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_tiny_base("llama", tmp_path / "base", **KINDS["longrope"])
+    (tmp_path / "text.txt").write_text("a text of some sixty tokens that is measured in windows of eight of them")
+    (tmp_path / "suite.yaml").write_text("description: a test\ntext: [{window: 8, windows: 2}]\n")
+    words = ["eval", str(base), "--suite", str(tmp_path / "suite.yaml"), "--text", str(tmp_path / "text.txt")]
+    assert main.main([*words, "--device", "cpu", "--batch-size", batch_size, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out).get("notes", [])
+    told = f"--batch-size {batch_size}: a row of more than {LIMIT} tokens changes the rotary embedding of shorter ones"
+    assert [note.startswith(told) for note in said] == [True] * notes
