@@ -150,8 +150,7 @@ def calibrate_model(
         require_base(base, folder, model)
         check_folder(model)
         check_folder(folder)
-        if (unlike := unlike_base(base, folder, model)) is not None:
-            console.print(f"warning: {unlike}", markup=False, soft_wrap=True)
+        _warn_unlike(base, folder, model)
         documents = load_source(text_source(text), checkpoint.load_tokenizer(model)).train
         if (held := sum(len(document.ids) for document in documents)) < tokens:
             raise BadInput(f"--text {text}: has {held} tokens, but --tokens asks for {tokens}; give more text")
@@ -200,6 +199,12 @@ def require_base(base: str, folder: Path, model: Path) -> None:
     for name, value in wanted.items():
         if (has := getattr(found, name, None)) != value:
             raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")
+
+
+def _warn_unlike(base: str, folder: Path, model: Path) -> None:
+    """Says on stderr what `unlike_base` finds."""
+    if (unlike := unlike_base(base, folder, model)) is not None:
+        console.print(f"warning: {unlike}", markup=False, soft_wrap=True)
 
 
 def unlike_base(base: str, folder: Path, model: Path) -> str | None:
@@ -259,8 +264,7 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
         tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
         require_base(recipe.base, base, model)
-        if (unlike := unlike_base(recipe.base, base, model)) is not None:
-            console.print(f"warning: {unlike}", markup=False, soft_wrap=True)
+        _warn_unlike(recipe.base, base, model)
         begun = begun_stage(recipe, number, model, base, out if resume and out.exists() else None)
         of_base = checkpoint.load_config(base, recipe.base_options.trust_remote_code)
         plan = make_plan(recipe, of_base, scale=weight_scale(base))

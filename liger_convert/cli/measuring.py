@@ -134,8 +134,7 @@ def evaluate_models(
                     base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
-    said = [*notes[model], *cut_prompts(found), *_unknown_part(model, folders[model], inputs)]
-    said += _rotated_together(checkpoint.load_config(folders[model], trust_remote_code), inputs)
+    said = [*notes[model], *cut_prompts(found), *_cautions(model, folders[model], inputs, trust_remote_code)]
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}
 
 
@@ -164,8 +163,7 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             precision=inputs.precision,
             report=report,
         )
-    notes = [*([unlike] if unlike is not None else []), *results.get("notes", []), *_unknown_part(model, model, inputs)]
-    notes += _rotated_together(checkpoint.load_config(model), inputs)
+    notes = [*([unlike] if unlike is not None else []), *results.get("notes", []), *_cautions(model, model, inputs)]
     return results | ({"notes": notes} if notes else {})
 
 
@@ -192,13 +190,21 @@ def export_quantized(
         return export_model(model, out, quantize=scheme, measure=measure, progress=report, **options)
 
 
-def _rotated_together(config: Any, inputs: EvalInputs) -> list[str]:
-    """A note if what a row is measured by depends on the rows that it shares a batch with."""
-    limit = length_limit(config)
-    if limit is None or inputs.batch_size == 1:
-        return []
-    what = f"a row of more than {limit} tokens changes the rotary embedding of shorter ones in its batch"
-    return [f"--batch-size {inputs.batch_size}: {what}, by {config.model_type}'s rope_type; use 1 to exclude that"]
+def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_code: bool = False) -> list[str]:
+    """Notes if `model`, in `folder`, may have been trained on what it was measured on, or if what a row is measured by
+    depends on the rows that it shares a batch with."""
+    notes, config = [], checkpoint.load_config(folder, trust_remote_code)
+    has_run = (Path(model).parent / MANIFEST).exists()
+    if inputs.text == PYDOC and inputs.needs_held_out and is_linearized(folder) and not has_run:
+        notes.append(
+            f"--text {PYDOC}: the run of the model is not around it, so the part held out is that of a run with seed 0 "
+            "and held_out 0.1; if it was trained on another part, give other text"
+        )
+    limit, rows = length_limit(config), inputs.batch_size
+    if limit is not None and rows > 1:
+        what = f"a row of more than {limit} tokens changes the rotary embedding of shorter ones in its batch"
+        notes.append(f"--batch-size {rows}: {what}, by {config.model_type}'s rope_type; use 1 to exclude that")
+    return notes
 
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:
@@ -230,16 +236,6 @@ def _pydoc_of_run(model: str | Path) -> tuple[PydocSource, int] | None:
         if source["source"] == PYDOC and source["held_out"]:
             return PydocSource(held_out=source["held_out"]), manifest.seed
     return None
-
-
-def _unknown_part(model: str | Path, folder: Path, inputs: EvalInputs) -> list[str]:
-    """A note if the model may have been trained on the part of Python's documentation that it was measured on."""
-    if inputs.text != PYDOC or not inputs.needs_held_out or not is_linearized(folder):
-        return []
-    if (Path(model).parent / MANIFEST).exists():
-        return []
-    what = "the run of the model is not around it, so the part held out is that of a run with seed 0 and held_out 0.1"
-    return [f"--text {PYDOC}: {what}; if it was trained on another part, give other text"]
 
 
 def _suite(name: str, include_path: Path | None) -> suites.Suite:

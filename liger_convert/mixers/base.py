@@ -179,6 +179,11 @@ class Mixer(nn.Module, ABC):
         return {}
 
     @classmethod
+    def projected_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        """The last dimension of what `with_projected_gates` puts before the keys; empty without `gate_proj`."""
+        return (sum(cls.gate_sizes(spec, dims).values()),) if spec.projects_gates else ()
+
+    @classmethod
     @abstractmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         """The last dimensions of what `deferred_inputs` returns; the ring keeps these until eviction."""
@@ -205,7 +210,7 @@ class Mixer(nn.Module, ABC):
         return inputs[0 if self.gate_projection is None else 1]
 
     def plus_projection(self, logits: Tensor, inputs: tuple[Tensor, ...], name: str) -> Tensor:
-        """The logits of a gate [B,T,G,X]; with `gate_proj`, plus the projection to it."""
+        """The logits of a gate [B,T,G,X], or [G,X] for all tokens; with `gate_proj`, plus the projection to it."""
         return logits if self.gate_projection is None else logits + self.gate_projection.of_gate(inputs[0], name)
 
     def write_masked(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor, mask: WriteMask) -> tuple[Tensor, ...]:

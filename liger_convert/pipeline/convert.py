@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_convert.io import generation_config, tokenizer
 from liger_convert.io.checkpoint import (
     INDEX,
+    TEMPLATES,
     Checkpoint,
     TensorInfo,
     copy_companions,
@@ -95,10 +96,11 @@ def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
     mixers = {name: t.cpu().contiguous() for name, t in model.state_dict().items() if f".{MIXER_MODULE}." in name}
     new = Shard(Entry.of(mixers), (tensor.view(-1) for tensor in mixers.values()), None)
     with atomic_dir(out) as folder:
-        for path in model_dir.iterdir():
+        for path in (*model_dir.iterdir(), *model_dir.glob(TEMPLATES)):
             if path.is_file() and path.name not in (INDEX, SUMS) and path.suffix != ".safetensors":
-                shutil.copyfile(path, folder / path.name)
-        copy_companions(model_dir, folder)  # also those in a folder of their own
+                copy = folder / path.relative_to(model_dir)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         write_shards([*copied_shards(check_folder(model_dir), dropped=mixers), new], folder)
 
 

@@ -377,9 +377,9 @@ def _of_pieces(config: Any, name: str) -> int:
     dims, spec = head_dims(config), make_spec(mixer)
     taps = spec.conv_taps + (spec.conv_function != "none") + 2 * (spec.shift != "none")
     outputs = 2 * (sum(spec.read_pieces) + bool(spec.pairs)) * dims.heads
-    gates = MIXERS[mixer["type"]].gate_sizes(spec, dims) if spec.projects_gates else {}
-    projected = 2 * sum(gates.values()) * dims.kv_heads + 4 * spec.pairs * dims.heads
-    return 4 * ((taps * (dims.heads + 2 * dims.kv_heads) + outputs) * dims.dim + projected)
+    gates = 2 * sum(MIXERS[mixer["type"]].projected_sizes(spec, dims)) * dims.kv_heads
+    pairs = 4 * spec.pairs * dims.heads
+    return 4 * ((taps * (dims.heads + 2 * dims.kv_heads) + outputs) * dims.dim + gates + pairs)
 
 
 def count(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -88,11 +88,15 @@ def test_a_sources_rows_are_taken_one_after_the_other_wherever_the_reading_begin
     assert late.locate(7) == schedule.locate(7)
 
 
+def source_of(rows: MixedDataset, row: int) -> str:
+    return rows.names[rows.schedule.locate(row)[0]]
+
+
 def test_every_row_is_of_one_source_in_the_asked_proportions() -> None:
     for options in ({}, {"concat_documents": True}, {"copy_fraction": 0.5, "concat_documents": True}):
         rows = mixed(**options)
         found = [sources_in(rows[i]) for i in range(len(rows))]
-        assert all(names == {rows.names[rows.schedule.locate(i)[0]]} for i, names in enumerate(found))
+        assert all(names == {source_of(rows, i)} for i, names in enumerate(found))
         for name, fraction in FRACTIONS.items():
             assert abs(sum(names == {name} for names in found) - 500 * fraction) < 1
 
@@ -100,7 +104,7 @@ def test_every_row_is_of_one_source_in_the_asked_proportions() -> None:
 def test_a_source_that_runs_out_is_read_again_and_it_is_told_how_often() -> None:
     texts = TEXTS | {"own": documents(FIRST["own"], [16, 16])}
     rows = mix(texts, FRACTIONS, 32, 200 * 32)
-    own = [i for i in range(200) if rows.names[rows.schedule.locate(i)[0]] == "own"]
+    own = [i for i in range(200) if source_of(rows, i) == "own"]
     assert len(own) == 20
     assert all(sorted(rows[i]["input_ids"].tolist()) == list(range(20_000, 20_032)) for i in own)
     assert rows.sources["own"].epochs == pytest.approx(20)
@@ -213,9 +217,7 @@ def test_as_many_rows_of_each_source_repeat_themselves_and_not_the_same_ones() -
     copied, plain = mixed(2000, copy_fraction=0.4), mixed(2000)
     changed: dict[str, list[bool]] = {name: [] for name in FRACTIONS}
     for i in range(2000):
-        changed[plain.names[plain.schedule.locate(i)[0]]].append(
-            not copied[i]["input_ids"].equal(plain[i]["input_ids"])
-        )
+        changed[source_of(plain, i)].append(not copied[i]["input_ids"].equal(plain[i]["input_ids"]))
     for found in changed.values():
         assert abs(np.mean(found) - 0.4) < 4 * (0.24 / len(found)) ** 0.5
     assert changed["chat"][:200] != changed["text"][:200]

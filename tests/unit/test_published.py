@@ -211,7 +211,7 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
         ("mamba", "a normalizer are added"),
         ("mamba2", "one query and one key for all heads"),
         ("mom", "separate projections"),
-        ("mom", "(before the router divides the tokens), `output_norm`"),
+        ("mom", "`short_conv` with `conv_activation: silu` (before the router divides the tokens), `output_norm`"),
         ("s4", "a normalizer is added"),
         ("gateloop", "`output_gate`"),
         ("gsa", "output norm"),

@@ -125,7 +125,7 @@ def test_pydoc_is_held_out_as_the_run_of_the_model_did(home: Path) -> None:
 
 
 def test_a_model_without_its_run_is_told_which_part_of_pydoc_it_reads(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "little.yaml").write_text("description: tiny\ntext: [{window: 16, windows: 2}]\n")
     words = ["eval", "--suite", "little.yaml", "--json"]

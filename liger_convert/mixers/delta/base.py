@@ -90,8 +90,7 @@ class DeltaMixer(Mixer):
     @classmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, DeltaSpec)
-        projected = (sum(cls.gate_sizes(spec, dims).values()),) if spec.gate_proj else ()
-        return *projected, *((dims.dim, dims.dim) if spec.rope else (dims.dim,))
+        return *cls.projected_sizes(spec, dims), *((dims.dim, dims.dim) if spec.rope else (dims.dim,))
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # strengths and gates are pooled from keys before rotary: their channels mean the same at every position
@@ -112,11 +111,9 @@ class DeltaMixer(Mixer):
         It is the sigmoid of pool(x) + bias with `beta: pooled`, and of the bias alone with `beta: constant`; with
         `gate_proj`, the projection to the gate `name` is added.
         """
-        if self.spec.beta == "constant":
-            logits = bias_GX.float().expand(*x_BTGD.shape[:2], *bias_GX.shape)
-        else:
-            logits = pooled(x_BTGD, bias_GX)
-        return self.plus_projection(logits, inputs, name).sigmoid()
+        logits = bias_GX.float() if self.spec.beta == "constant" else pooled(x_BTGD, bias_GX)
+        strength = self.plus_projection(logits, inputs, name).sigmoid()
+        return strength.expand(*x_BTGD.shape[:2], *bias_GX.shape)
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str, bias_GX: Tensor) -> Tensor:
         """The logits of a gate [B,T,G,X]: pool(k) + bias and, with `gate_proj`, the projection to it."""

@@ -216,8 +216,7 @@ class GatedMixer(LinearMixer):
     @classmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, GatedSpec)
-        projected = (sum(cls.gate_sizes(spec, dims).values()),) if spec.gate_proj else ()
-        return *projected, *((dims.dim, dims.dim) if spec.rope else (dims.dim,))
+        return *cls.projected_sizes(spec, dims), *((dims.dim, dims.dim) if spec.rope else (dims.dim,))
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # the gate is pooled from keys before rotary: their channels mean the same at every position
@@ -226,20 +225,16 @@ class GatedMixer(LinearMixer):
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
         """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""
-        logits = self.pooled_logits(self.gate_key(inputs), name) + self.get_parameter(f"{name}_bias_GF").float()
-        return self.plus_projection(logits, inputs, name)
+        k_BTGD, bias_GF = self.gate_key(inputs), self.get_parameter(f"{name}_bias_GF").float()
+        logits = bias_GF if self.spec.gate == "constant" else self.pooled_logits(k_BTGD, name) + bias_GF
+        return self.plus_projection(logits, inputs, name).expand(*k_BTGD.shape[:2], *bias_GF.shape)
 
     def pooled_logits(self, k_BTGD: Tensor, name: str) -> Tensor:
-        """What the option `gate` makes of a key, in float32, [B,T,G,F] or [B,T,G,1]."""
-        size = self.gates[name]
-        match self.spec.gate:
-            case "constant":
-                return k_BTGD.new_zeros(*k_BTGD.shape[:3], size, dtype=torch.float32)
-            case "learned":
-                pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
-                return torch.einsum("btgd,gdf->btgf", k_BTGD.float(), pool_GDF)
-            case _:
-                return pool_to(k_BTGD, size)
+        """What a gate that depends on the key makes of it, in float32, [B,T,G,F] or [B,T,G,1]."""
+        if self.spec.gate == "learned":
+            pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
+            return torch.einsum("btgd,gdf->btgf", k_BTGD.float(), pool_GDF)
+        return pool_to(k_BTGD, self.gates[name])
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.decay(self.gate_logits(inputs)) if self.gates else super().log_gate(inputs)
