@@ -401,7 +401,7 @@ def mixers_page() -> str:
         "model is the same with them until it is trained:",
         "",
         "- `short_conv: 4`: a causal convolution over that many tokens for each channel of the memory's queries, keys",
-        "  and values.",
+        "  and values. `conv_bias: true` adds a bias, which starts at 0.",
         "- `gate_proj: true`: adds W x to the logits of every gate, where x is the layer's input. W starts at 0.",
         "- `decay_scale: true` (`gated-deltanet`, `gated-deltanet-2`, `kda`): multiplies the log of the decay by e^A,",
         "  with one A per head that starts at 0.",

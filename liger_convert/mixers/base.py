@@ -128,7 +128,7 @@ class Mixer(nn.Module, ABC):
         self.shift = make_shift(spec.shift, dims)
         self.qk_norm = QueryKeyNorm(dims) if spec.normalizes_qk else None
         self.gate_projection = GateProjection(self.gate_sizes(spec, dims), dims) if spec.projects_gates else None
-        self.short_conv = ShortConvolutions(spec.conv_taps, spec.conv_function, dims) if spec.conv_taps else None
+        self.short_conv = ShortConvolutions(spec, dims) if spec.conv_taps else None
         has_norm, has_gate = spec.read_pieces
         self.read_norm = ReadNorm(dims) if has_norm else None
         self.read_gate = ReadGate(dims, spec.read_gate_function) if has_gate else None

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 START_SIZE = 0.1  # initial scale of a read: 1 adds 2.5 nats to an untrained SmolLM2-135M, 0.1 adds none
 
 
-def normed(o_BTHV: Tensor, size_HV: Tensor) -> Tensor:
-    """The RMS-normalized read of every head, scaled per channel."""
-    return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * size_HV.float()
+def normed(o: Tensor, size: Tensor) -> Tensor:
+    """The read, RMS-normalized over its last dimension, times `size`: [B,T,H,V] and [H,V], or [B,T,E] and [E]."""
+    return F.rms_norm(o, o.shape[-1:], eps=1e-6) * size.float()
 
 
 class ReadNorm(nn.Module):

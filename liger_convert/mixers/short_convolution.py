@@ -1,10 +1,10 @@
 """The short causal depthwise convolution of a memory's queries, keys and values.
 
-y_t = sum_j w[K - 1 - j] x_{t-j},   j = 0 to K - 1, over the tokens of t's own document
+y_t = b + sum_j w[K - 1 - j] x_{t-j},   j = 0 to K - 1, over the tokens of t's own document
 
-Mamba (2312.00752), DeltaNet (2406.06484) and related models use K = 4. It starts as the identity, w = (0, …, 0, 1).
-The papers' SiLU after it is an option, because no weights make the two together the identity. The window's queries,
-keys and values are not convolved.
+Mamba (2312.00752), DeltaNet (2406.06484) and related models use K = 4. It starts as the identity, w = (0, …, 0, 1) and
+b = 0. Only Mamba's models have the bias b, which is an option here. The papers' SiLU after it is one, too, because no
+weights make the two together the identity. The window's queries, keys and values are not convolved.
 
 Shapes: B batch, T new tokens, K taps, P = K - 1 tokens before them, S = P + T, N heads of any kind, D head size.
 """
@@ -20,7 +20,7 @@ from transformers import initialization as init
 
 if TYPE_CHECKING:
     from liger_convert.mixers.base import HeadDims
-    from liger_convert.mixers.spec import Activation
+    from liger_convert.mixers.spec import Activation, MixerSpec
 
 STATES = ("conv_q", "conv_k", "conv_v")
 
@@ -45,16 +45,19 @@ def state_shapes(taps: int, dims: HeadDims) -> dict[str, tuple[int, ...]]:
 class ShortConvolution(nn.Module):
     """K taps per channel, weights [N,D,K]; the last tap is the token's own. `activation` is applied to the result."""
 
-    def __init__(self, taps: int, heads: int, dim: int, activation: Activation = "none"):
+    def __init__(self, taps: int, heads: int, dim: int, activation: Activation = "none", bias: bool = False):
         super().__init__()
         self.activation = activation
         self.weight_NDK = nn.Parameter(torch.empty(heads, dim, taps))
+        self.bias_ND = nn.Parameter(torch.empty(heads, dim)) if bias else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         own_K = torch.zeros_like(self.weight_NDK[0, 0])
         own_K[-1] = 1
         init.copy_(self.weight_NDK, own_K.expand_as(self.weight_NDK))
+        if self.bias_ND is not None:
+            init.zeros_(self.bias_ND)
 
     def forward(self, x_BTND: Tensor, before_BPND: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
         """The convolved tokens in the dtype of x, and the float32 state: the last P real tokens.
@@ -66,6 +69,8 @@ class ShortConvolution(nn.Module):
         y_BTND = self.weight_NDK[..., past].float() * own_BTND.float()
         for back, x in enumerate(earlier, 1):
             y_BTND = y_BTND + self.weight_NDK[..., past - back].float() * x.float()
+        if self.bias_ND is not None:
+            y_BTND = y_BTND + self.bias_ND.float()
         if self.activation == "silu":
             y_BTND = F.silu(y_BTND)
         return y_BTND.to(x_BTND.dtype), after_BPND
@@ -74,11 +79,12 @@ class ShortConvolution(nn.Module):
 class ShortConvolutions(nn.Module):
     """The convolutions of a layer's queries, keys and values."""
 
-    def __init__(self, taps: int, activation: Activation, dims: HeadDims):
+    def __init__(self, spec: MixerSpec, dims: HeadDims):
         super().__init__()
-        self.q = ShortConvolution(taps, dims.heads, dims.dim, activation)
-        self.k = ShortConvolution(taps, dims.kv_heads, dims.dim, activation)
-        self.v = ShortConvolution(taps, dims.kv_heads, dims.dim, activation)
+        taps, options = spec.conv_taps, (spec.conv_function, spec.conv_has_bias)
+        self.q = ShortConvolution(taps, dims.heads, dims.dim, *options)
+        self.k = ShortConvolution(taps, dims.kv_heads, dims.dim, *options)
+        self.v = ShortConvolution(taps, dims.kv_heads, dims.dim, *options)
 
     def reset_parameters(self) -> None:
         for convolution in (self.q, self.k, self.v):

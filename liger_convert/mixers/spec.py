@@ -56,6 +56,11 @@ class MixerSpec:
         return 0
 
     @property
+    def conv_has_bias(self) -> bool:
+        """Whether the short convolution has a bias per channel."""
+        return False
+
+    @property
     def conv_function(self) -> Activation:
         """What is applied to the result of the short convolution."""
         return "none"
@@ -126,16 +131,22 @@ class ShortConvSpec(MixerSpec):
 
     short_conv: how many tokens the convolution of each channel covers, from 2 to 16. The papers use 4; 0 turns it off.
         It starts as the identity. It works before rotary, so it needs `rope: false`.
+    conv_bias: whether the convolution has a bias per channel, as Mamba's. It starts at 0.
     conv_activation: `silu` applies a SiLU to the convolved queries, keys and values, as the papers do. With it the
         convolution does not start as the identity.
     """
 
     short_conv: int = 0
+    conv_bias: bool = False
     conv_activation: Activation = "none"
 
     @property
     def conv_taps(self) -> int:
         return self.short_conv
+
+    @property
+    def conv_has_bias(self) -> bool:
+        return self.conv_bias
 
     @property
     def conv_function(self) -> Activation:
@@ -146,6 +157,8 @@ class ShortConvSpec(MixerSpec):
             return f"short_conv: {self.short_conv} is not from 2 to {MOST_TAPS}; use 0 for none, or 4 as published"
         if self.short_conv and getattr(self, "rope", False):
             return "short_conv: works on queries and keys before rotary; use rope: false, or short_conv: 0"
+        if self.conv_bias and not self.short_conv:
+            return "conv_bias: is the short convolution's; set short_conv"
         if self.conv_activation != "none" and not self.short_conv:
             return f"conv_activation: {self.conv_activation} is applied to the short convolution; set short_conv"
         return super().problem()

@@ -41,8 +41,12 @@ def check_split(config: Any, processes: int) -> None:
         raise BadInput(f"{where} does not divide the {heads} key-value heads of this model; use a divisor of {heads}")
     mixers = config.linearization["mixers"]
     for name in dict.fromkeys(config.linearization["layers"]):
-        if name != SOFTMAX and mixers[name]["type"] not in SPLIT_BY_HEADS:
+        if name == SOFTMAX:
+            continue
+        if mixers[name]["type"] not in SPLIT_BY_HEADS:
             raise BadInput(f"{where}: mixer {mixers[name]['type']!r} cannot be split by heads; use 1")
+        if mixers[name].get("norm_all_heads"):
+            raise BadInput(f"{where} splits layers by heads, but norm_all_heads takes one norm over all of them; use 1")
 
 
 def share_of_parameter(saved: Tensor, like: Tensor, process: int) -> Tensor:

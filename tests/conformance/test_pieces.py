@@ -102,6 +102,10 @@ PIECES: list[dict[str, Any]] = [
     {"type": "mlstm", "gate_proj": True, "gate": "constant", **CONV},
     {"type": "rwkv6", "gate_proj": True, "token_shift": True, "bonus": True},
     {"type": "mamba2", "gate_proj": True, "skip": True, "scope": "all", **SILU},
+    {"type": "mamba2", "norm_after_gate": True, "norm_all_heads": True, "conv_bias": True, "scope": "all", **SILU},
+    {"type": "mamba2", "norm_all_heads": True, "conv_bias": True, "skip": True, **CONV},
+    {"type": "kda", "conv_bias": True, "window": 1, "sinks": 0, **CONV},
+    {"type": "mom", "inner": {"type": "gated-deltanet"}, "combine": "learned", "conv_bias": True, **CONV},
     {"type": "mamba", "scope": "all", **SILU},
     {"type": "mom", "inner": {"type": "gated-deltanet", "gate_proj": True}, "combine": "learned", **SILU},
 ]
@@ -113,9 +117,11 @@ CHANGES = {
     "mini_batch",
     "conv_activation",
     "output_gate_activation",
+    "norm_after_gate",
+    "norm_all_heads",
 }  # what is no identity, whatever it starts with
 OPTIONS = CHANGES | {"short_conv", "skip", "bonus", "output_gate", "token_shift", "kv_shift", "persistent"}
-OPTIONS |= {"gate_proj", "decay_scale"}
+OPTIONS |= {"gate_proj", "decay_scale", "conv_bias"}
 WINDOW_ALONE = ("gate", "context")  # forms of `combine` that start as the window alone, and so differ from the others
 every_piece = pytest.mark.parametrize("options", PIECES, ids=str)
 

@@ -30,6 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"output_gate": True},
     {"combine": "learned"},
     {"feature_map": "hedgehog", "gate": "learned"},
+    {"type": "mamba2", "output_gate": True, "norm_after_gate": True, "short_conv": 4, "conv_bias": True},
     {"type": "titans", "combine": "gate", "persistent": 3},
     {"type": "titans", "combine": "context"},
 ]
@@ -102,3 +103,7 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
         check_split(config, 2)
     with pytest.raises(BadInput, match="does not divide the 2 key-value heads"):
         check_split(config, 4)
+    config = build("llama", ["main", "softmax", "main"], type="mamba2", norm_all_heads=True, **BOUNDED).config
+    with pytest.raises(BadInput, match="tensor_parallel_size: 2 splits layers by heads, but norm_all_heads"):
+        check_split(config, 2)
+    assert apart(type="mamba2", norm_all_heads=True, **BOUNDED) > 1000 * SAME

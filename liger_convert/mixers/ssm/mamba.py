@@ -37,8 +37,8 @@ class Mamba(ElementwiseMixer):
     gate_rule = "exp(-softplus(pool(k) + bias) e^rate)"
     left_out = (
         "the low-rank projection to the step size; a softmax over states and a normalizer are added; off by default: "
-        "`short_conv` with `conv_activation: silu` (of queries and keys, too), `skip`, `output_gate` with "
-        "`output_gate_activation: silu`"
+        "`short_conv` with `conv_bias` and `conv_activation: silu` (of queries and keys, too), `skip`, `output_gate` "
+        "with `output_gate_activation: silu`"
     )
     Spec = MambaSpec
     # the product of two softmax features is about 1 / F, and steps add up to a fraction of 1: about e^-4 in all
