@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
-from liger_convert.data.row_files import Row, document_end
+from liger_convert.data.row_files import DataRow, document_end
 from liger_convert.data.sources import reference_rows, rows
 from liger_convert.io import templates
 from liger_convert.io.inputs import parse_json
@@ -150,7 +150,7 @@ def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
     return held_out or ({min(hashes, key=lambda key: hashes[key])} if fraction else set())
 
 
-def _parted(source: Any, found: Iterator[Row]) -> Iterator[Row]:
+def _parted(source: Any, found: Iterator[DataRow]) -> Iterator[DataRow]:
     """The rows `found` of `source`. If part of the texts is to be held out, but there is only one, it becomes two: the
     second has the key END, and `source.held_out` of the characters or up to twice as many."""
     first = list(islice(found, 2)) if source.held_out and source.format == "text" else []
@@ -161,7 +161,10 @@ def _parted(source: Any, found: Iterator[Row]) -> Iterator[Row]:
         held_out = round(size * source.held_out)
         end = document_end(text, size - 2 * held_out, size - held_out) if held_out else 0
         if end and text[end - 1].isspace() and text[:end].strip() and text[end:].strip():  # never within a word
-            first = [Row(row.where, {name: text[:end]}), Row(f"the end of {row.where}", {name: text[end:]}, END)]
+            first = [
+                DataRow(row.where, {name: text[:end]}),
+                DataRow(f"the end of {row.where}", {name: text[end:]}, END),
+            ]
     return chain(first, found)
 
 
@@ -184,7 +187,7 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
 
 
 def _documents(
-    source: Any, found: Iterable[Row], tokenizer: Any, progress: Report | None
+    source: Any, found: Iterable[DataRow], tokenizer: Any, progress: Report | None
 ) -> tuple[list[tuple[str, Document]], int, bool]:
     """[(key, document)] of every nonempty row, the number of empty rows, and whether any row has tools. Raises BadInput
     if all are empty."""
@@ -212,7 +215,7 @@ def _documents(
     return documents, skipped, tools
 
 
-def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
+def _text(source: Any, row: DataRow, tokenizer: Any, template: str) -> _Text | None:
     """The text of a row; None if it is empty. Raises BadInput for a row that cannot be used."""
     if not isinstance(row.value, dict):
         raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
@@ -237,7 +240,7 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
     return _Text(row.where, text, spans, row.key or text, tools is not None)
 
 
-def _field(row: Row, name: str, default: str | None = None) -> str:
+def _field(row: DataRow, name: str, default: str | None = None) -> str:
     """The text of column `name`; null counts as empty. default: returned if there is no such column. Raises BadInput if
     there is no such column and no default, and if it is not a string."""
     if name not in row.value and default is not None:
@@ -260,14 +263,14 @@ def _format_hint(value: dict[str, Any], name: str) -> str:
     return f"; name the column of the text, field: {texts[0]}" if name == "text" and len(texts) == 1 else ""
 
 
-def _alpaca(row: Row, *, headed: bool) -> list[dict[str, str]]:
+def _alpaca(row: DataRow, *, headed: bool) -> list[dict[str, str]]:
     instruction, context = _field(row, "instruction"), _field(row, "input", default="")
     if context:
         instruction += ("\n\n### Input:\n" if headed else "\n\n") + context
     return [{"role": "user", "content": instruction}, {"role": "assistant", "content": _field(row, "output")}]
 
 
-def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
+def _messages(row: DataRow, field: str | None) -> list[dict[str, str]]:
     """The conversation of a row, as messages with role and content.
 
     Also reads ShareGPT's messages with from and value, and a prompt with its completion, each a string or a list of
@@ -293,7 +296,7 @@ def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
     return _from_question_to_response(messages)
 
 
-def _tools(row: Row) -> list[dict[str, Any]] | None:
+def _tools(row: DataRow) -> list[dict[str, Any]] | None:
     """The tools that the assistant of a conversation may call, from a list or from JSON text, as many data sets have
     it; None if there are none. Raises BadInput for anything else."""
     tools = row.value.get("tools")

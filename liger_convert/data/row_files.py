@@ -40,7 +40,7 @@ PARQUET_ROWS = 16  # rows of a .parquet file in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row. value: its JSON value. where: its name in error messages ("x.jsonl line 3"). key: rows with the same key
     are held out together; None makes the row's text its key."""
 
@@ -49,7 +49,7 @@ class Row:
     key: str | None = None
 
 
-def file_rows(path: Path) -> Iterator[Row]:
+def file_rows(path: Path) -> Iterator[DataRow]:
     """Yields the rows of a data file, or of all data files below a folder, sorted by name.
 
     A .txt longer than DOCUMENT_CHARS gives one row for each piece. Raises BadInput, naming the file and the line or row
@@ -96,7 +96,7 @@ def is_data_file(path: Path) -> bool:
     return _reader(path) is not None and not path.name.startswith(".")
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[Row]] | None:
+def _reader(path: Path) -> Callable[[Path], Iterator[DataRow]] | None:
     packed = path.suffix in OPENERS
     kind = Path(path.stem if packed else path.name).suffix
     return None if packed and kind == PARQUET else READERS.get(kind)
@@ -108,19 +108,19 @@ def _known() -> str:
     return f"a data file ends in {', '.join(plain)}, each also with {', '.join(some)} or {last}, or in {PARQUET}"
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _json_lines(path: Path) -> Iterator[DataRow]:
     for number, line in _lines(path):
         if text := line.strip():
             where = f"{path} line {number}"
             try:
-                yield Row(where, inputs.parse_json(text))
+                yield DataRow(where, inputs.parse_json(text))
             except json.JSONDecodeError as error:
                 raise BadInput(f"{where}: is not JSON ({error.msg} at column {error.colno})") from None
             except ValueError as error:
                 raise BadInput(f"{where}: cannot be used: {error}") from None
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[DataRow]:
     """Yields the items of a JSON list. A file that begins with an object is read as JSON lines, since many datasets use
     .json for these."""
     with _opened(path) as stream:
@@ -129,12 +129,12 @@ def _json(path: Path) -> Iterator[Row]:
         if not begin.lstrip().startswith("{"):
             parts = iter([begin])
             values = JsonList(path, lambda count: next(parts, None) or read(count), ROW_BYTES).items()
-            yield from (Row(f"{path} row {number}", value) for number, value in enumerate(values, 1))
+            yield from (DataRow(f"{path} row {number}", value) for number, value in enumerate(values, 1))
             return
     yield from _json_lines(path)
 
 
-def _documents(path: Path) -> Iterator[Row]:
+def _documents(path: Path) -> Iterator[DataRow]:
     with _opened(path) as stream:
         read = _Decoded(path, stream).read
         text, line, where = read(BLOCK), 1, str(path)
@@ -145,7 +145,7 @@ def _documents(path: Path) -> Iterator[Row]:
             if end < len(text) or line > 1:
                 where = f"{path} line {line}"
             if document := text[:end].strip():
-                yield Row(where, {"text": document})
+                yield DataRow(where, {"text": document})
             line += text.count("\n", 0, end)
             text = text[end:]
 
@@ -161,7 +161,7 @@ def document_end(text: str, least: int, most: int) -> int:
     return most
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv(path: Path) -> Iterator[DataRow]:
     limit = csv.field_size_limit(ROW_BYTES)
     lines = _lines(path)
     blank, header = next(((number - 1, line) for number, line in lines if not line.isspace()), (0, ""))
@@ -172,7 +172,7 @@ def _csv(path: Path) -> Iterator[Row]:
             where = f"{path} line {blank + reader.line_num}"
             if None in value:
                 raise BadInput(f"{where}: has more fields than the first line, which names the columns")
-            yield Row(where, value)
+            yield DataRow(where, value)
     except csv.Error as error:
         raise BadInput(f"{path} line {blank + reader.reader.line_num}: is not CSV ({error})") from None
     finally:
@@ -185,7 +185,7 @@ def _refuse_twice(where: str, columns: list[str]) -> None:
         raise BadInput(f"{where}: names the column {twice[0]!r} twice; give each column a name of its own")
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[DataRow]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -200,7 +200,7 @@ def _parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(PARQUET_ROWS):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path} row {number}", value)
+                    yield DataRow(f"{path} row {number}", value)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise BadInput(f"{path}: cannot be read as a parquet file ({first_line(error)})") from None
 
@@ -211,7 +211,7 @@ def _zst(raw: BinaryIO) -> Any:
     return pyarrow.input_stream(raw, compression="zstd")
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".txt": _documents,

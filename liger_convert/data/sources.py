@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.config.sources import FileSource, HubSource, PydocSource
-from liger_convert.data.row_files import Row, file_rows
+from liger_convert.data.row_files import DataRow, file_rows
 from liger_convert.utils.errors import BadInput, first_line
 
 # Answers about long topics are cut after the last paragraph within this length, so that question and answer fit in a
@@ -24,7 +24,7 @@ ANSWER_CHARS = 2000
 MIN_CHARS = 200
 
 
-def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = False) -> Iterator[Row]:
+def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = False) -> Iterator[DataRow]:
     """The rows of `source`. With `validation`, those of the file or split that `source.validation` names, if it does.
 
     Raises BadInput for a source that cannot be read.
@@ -36,7 +36,7 @@ def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = Fal
     return hub_rows(source, source.validation if validation and source.validation else source.split)
 
 
-def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
+def hub_rows(source: HubSource, split: str) -> Iterator[DataRow]:
     """Yields the rows of one split of a hub dataset. Raises BadInput if it cannot be loaded."""
     import datasets
 
@@ -46,10 +46,10 @@ def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise BadInput(f"{where}, split {split}: cannot be loaded ({first_line(error)})") from None
     for number, value in enumerate(dataset):
-        yield Row(f"{where}, split {split}, row {number}", value)
+        yield DataRow(f"{where}, split {split}, row {number}", value)
 
 
-def pydoc_rows(*, questions: bool) -> Iterator[Row]:
+def pydoc_rows(*, questions: bool) -> Iterator[DataRow]:
     """Yields the language reference (`pydoc_data.topics`) and the standard library's docstrings, in a fixed order.
 
     There is one text for each topic and module. With `questions`, there is one question with an answer for each section
@@ -69,19 +69,19 @@ def pydoc_rows(*, questions: bool) -> Iterator[Row]:
             yield _documentation(f"module {module}", None, text)
 
 
-def reference_rows() -> Iterator[Row]:
+def reference_rows() -> Iterator[DataRow]:
     """Yields only the language reference, one text per topic. It is available in every Python installation."""
     for key, text in _topics().items():
         yield _documentation(f"topic {key}", None, text)
 
 
-def _documentation(key: str, question: str | None, text: str) -> Row:
+def _documentation(key: str, question: str | None, text: str) -> DataRow:
     where = f"documentation of {key}"
     if question is None:
-        return Row(where, {"text": text}, key)
+        return DataRow(where, {"text": text}, key)
     answer = _cut(text, ANSWER_CHARS)
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Row(where, {"messages": messages}, key)
+    return DataRow(where, {"messages": messages}, key)
 
 
 def _topics() -> dict[str, str]:

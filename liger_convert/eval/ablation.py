@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from liger_convert.data.documents import Document
-from liger_convert.eval.agreement import Row
+from liger_convert.eval.agreement import Continuation
 from liger_convert.eval.evaluation import evaluate_model, let_base_write, part_file, parts_of
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
 from liger_convert.eval.measures import Measurement, worse_than_frequencies
@@ -222,7 +222,7 @@ class _Job:
     def let_go(self) -> None:
         self.model, self.loaded = None, ""
 
-    def base_rows(self, report: Report) -> list[Row] | None:
+    def base_rows(self, report: Report) -> list[Continuation] | None:
         """What the base wrote for the measure of agreement: read from the folder `keep`, or written now."""
         path = self.keep / BASE_ROWS if self.keep is not None else None
         if path is not None and (kept := read_checked(path)) is not None:

@@ -33,7 +33,7 @@ CHAT = (
 )
 
 
-class Row(TypedDict):
+class Continuation(TypedDict):
     """A prompt and the base's continuation.
 
     ids: both together. start: the index of the first token of the continuation. said: the base's likeliest token at
@@ -57,7 +57,7 @@ def write_rows(
     batch_size: int,
     dtype: torch.dtype,
     report: Report,
-) -> list[Row]:
+) -> list[Continuation]:
     """Lets the base `model` continue spans of the documents and, if the tokenizer has a chat template, answer three
     turns of a conversation that includes its own earlier answers.
 
@@ -68,7 +68,7 @@ def write_rows(
     """
     spans_NT = text_spans(documents, measure.prompt_tokens, measure.prompts, KINDS[measure.source])
     prompts_NT = begun(tokenizer, spans_NT)
-    rows: list[Row] = []
+    rows: list[Continuation] = []
     with torch.inference_mode(), autocast(model.device, dtype):
         for prompts_BT in prompts_NT.split(batch_size):
             for ids, written in zip(prompts_BT.tolist(), _write(model, tokenizer, prompts_BT, measure.tokens)):
@@ -78,7 +78,7 @@ def write_rows(
     return rows
 
 
-def _answers(model: Any, tokenizer: Any, tokens: int, context: int) -> Iterator[Row]:
+def _answers(model: Any, tokenizer: Any, tokens: int, context: int) -> Iterator[Continuation]:
     messages: list[dict[str, str]] = []
     for question in CHAT if tokenizer.chat_template else ():
         messages.append({"role": "user", "content": question})
@@ -111,12 +111,12 @@ def _write(model: Any, tokenizer: Any, prompts_BT: torch.Tensor, tokens: int) ->
     return [row[:stop] for row, stop in zip(rows, stops)]
 
 
-def _row(model: Any, ids: list[int], written: list[int], *, chat: bool) -> Row:
-    row: Row = {"ids": ids + written, "start": len(ids), "said": [], "chat": chat}
+def _row(model: Any, ids: list[int], written: list[int], *, chat: bool) -> Continuation:
+    row: Continuation = {"ids": ids + written, "start": len(ids), "said": [], "chat": chat}
     return {**row, "said": _said(model, row)}
 
 
-def _said(model: Any, row: Row) -> list[int]:
+def _said(model: Any, row: Continuation) -> list[int]:
     """The likeliest token of `model` at each position of the base's continuation. Rows are run one at a time, so that
     the result does not depend on a batch size."""
     ids_BT = torch.tensor([row["ids"][:-1]], device=model.device)
@@ -124,7 +124,9 @@ def _said(model: Any, row: Row) -> list[int]:
     return likeliest(model, ids_BT, torch.zeros_like(column_N), column_N).tolist()
 
 
-def agreement(model: Any, rows: Sequence[Row], *, dtype: torch.dtype, report: Report) -> dict[str, Measurement]:
+def agreement(
+    model: Any, rows: Sequence[Continuation], *, dtype: torch.dtype, report: Report
+) -> dict[str, Measurement]:
     """How far the model's greedy predictions agree with the base's on `rows`. For the base itself, all of them agree.
 
     `agreement/greedy_match`: the fraction of positions at which the model's likeliest token is the base's.

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from liger_convert.data.documents import Document
-from liger_convert.eval.agreement import Row, agreement, write_rows
+from liger_convert.eval.agreement import Continuation, agreement, write_rows
 from liger_convert.eval.measures import Measurement, copy_loss, position_losses, text_perplexity
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.eval.suites import Suite, check_files
@@ -25,7 +25,7 @@ def evaluate_model(
     *,
     held_out: Sequence[Document] | None = None,
     other: Sequence[Document] | None = None,
-    base_rows: Sequence[Row] | None = None,
+    base_rows: Sequence[Continuation] | None = None,
     data_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int = 4,
@@ -118,7 +118,7 @@ def let_base_write(
     batch_size: int = 4,
     precision: str = "auto",
     report: Report = lambda done, total, note="": None,
-) -> list[Row] | None:
+) -> list[Continuation] | None:
     """The continuations that the base `model` writes for the suite's agreement measure; None if it has none.
 
     They are the `base_rows` of `evaluate_model` for all models that are compared with this base. The arguments are

@@ -28,7 +28,7 @@ from liger_convert.mixers.projection_pieces import STATES as SHIFT_STATES
 from liger_convert.mixers.projection_pieces import QueryKeyNorm, make_shift, shift_shapes
 from liger_convert.mixers.read_pieces import ReadGate, ReadNorm
 from liger_convert.mixers.short_convolution import STATES as CONVOLUTION_STATES
-from liger_convert.mixers.short_convolution import Row, ShortConvolutions, state_shapes
+from liger_convert.mixers.short_convolution import RowPositions, ShortConvolutions, state_shapes
 from liger_convert.mixers.spec import Combine as Combine
 from liger_convert.mixers.spec import MixerSpec as MixerSpec
 from liger_convert.mixers.spec import Scope as Scope
@@ -266,7 +266,7 @@ class Mixer(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Applies the token shift and the query-key norm to q, k and v before rotary. Updates the states of `past`."""
         if self.shift is not None:
-            row = Row(metadata.valid_BT, None if metadata.segment_ids_BT is None else metadata.position_BT)
+            row = RowPositions(metadata.valid_BT, None if metadata.segment_ids_BT is None else metadata.position_BT)
             states = {} if past is None else past.read_states(self)
             q_BTHD, k_BTGD, v_BTGD, after = self.shift(q_BTHD, k_BTGD, v_BTGD, x_BTC, row, states)
             if past is not None:
@@ -330,10 +330,10 @@ class Mixer(nn.Module, ABC):
         after: dict[str, Tensor] = {}
         if self.short_conv is not None:
             packed, real_BT = metadata.segment_ids_BT is not None, metadata.valid_BT
-            read = written = Row(real_BT, metadata.position_BT if packed else None)
+            read = written = RowPositions(real_BT, metadata.position_BT if packed else None)
             if evicted:
                 due_BT = metadata.position_on_eviction(window)
-                written = Row(None if window.valid_BS is None else due_BT >= 0, due_BT if packed else None)
+                written = RowPositions(None if window.valid_BS is None else due_BT >= 0, due_BT if packed else None)
             q_BTHD, k_BTGD, v_BTGV, after = self.short_conv(qkv.q_BTHD, inputs[-1], v_BTGV, read, written, states)
             inputs, qkv = (*inputs, k_BTGD), qkv._replace(q_BTHD=q_BTHD)
             qkv = qkv if evicted else qkv._replace(v_BSGD=v_BTGV)

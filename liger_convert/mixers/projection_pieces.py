@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.read_pieces import normed
-from liger_convert.mixers.short_convolution import Row, recent_tokens
+from liger_convert.mixers.short_convolution import RowPositions, recent_tokens
 
 if TYPE_CHECKING:
     from liger_convert.mixers.base import HeadDims
@@ -95,7 +95,7 @@ class KeyValueShift(nn.Module):
         k_BTGD: Tensor,
         v_BTGD: Tensor,
         x_BTC: Tensor,
-        row: Row,
+        row: RowPositions,
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Returns q unchanged, k and v shifted, and the new states."""
@@ -127,7 +127,7 @@ class TokenShift(nn.Module):
         k_BTGD: Tensor,
         v_BTGD: Tensor,
         x_BTC: Tensor,
-        row: Row,
+        row: RowPositions,
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Returns q, k and v shifted, and the new states."""
@@ -149,7 +149,7 @@ def _project(x_BTC: Tensor, weight_YC: Tensor) -> Tensor:
         return F.linear(x_BTC.float(), weight_YC.float())
 
 
-def _shifted(x_BTND: Tensor, share: Tensor, row: Row, before_B1ND: Tensor | None) -> tuple[Tensor, Tensor]:
+def _shifted(x_BTND: Tensor, share: Tensor, row: RowPositions, before_B1ND: Tensor | None) -> tuple[Tensor, Tensor]:
     """x interpolated by `share` towards the previous token, in the dtype of x, and the new state."""
     (own, earlier), after_B1ND = recent_tokens(x_BTND, before_B1ND, row, 1)
     return (own.float() + share * (earlier.float() - own.float())).to(x_BTND.dtype), after_B1ND

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 STATES = ("conv_q", "conv_k", "conv_v")
 
 
-class Row(NamedTuple):
-    """Padding and document boundaries for a convolution.
+class RowPositions(NamedTuple):
+    """Which tokens of the rows are real, and where each stands in its document.
 
     real_BT: False on padding, which the convolution skips; None without padding. position_BT: the number of tokens
     before a token in its document; None if each row is one document.
@@ -59,7 +59,7 @@ class ShortConvolution(nn.Module):
         if self.bias_ND is not None:
             init.zeros_(self.bias_ND)
 
-    def forward(self, x_BTND: Tensor, before_BPND: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTND: Tensor, before_BPND: Tensor | None, row: RowPositions) -> tuple[Tensor, Tensor]:
         """The convolved tokens in the dtype of x, and the float32 state: the last P real tokens.
 
         `before_BPND` is the state so far; None, at the start, stands for zeros.
@@ -95,8 +95,8 @@ class ShortConvolutions(nn.Module):
         q_BTHD: Tensor,
         k_BTGD: Tensor,
         v_BTGD: Tensor,
-        read: Row,
-        written: Row,
+        read: RowPositions,
+        written: RowPositions,
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Returns the convolved q, k and v, and the new states.
@@ -109,7 +109,9 @@ class ShortConvolutions(nn.Module):
         return q_BTHD, k_BTGD, v_BTGD, {"conv_q": conv_q, "conv_k": conv_k, "conv_v": conv_v}
 
 
-def recent_tokens(x_BTND: Tensor, before_BPND: Tensor | None, row: Row, past: int) -> tuple[list[Tensor], Tensor]:
+def recent_tokens(
+    x_BTND: Tensor, before_BPND: Tensor | None, row: RowPositions, past: int
+) -> tuple[list[Tensor], Tensor]:
     """Each token and those 1 to `past` before it, and the float32 state: the last `past` tokens.
 
     The tokens are `past` + 1 tensors [B,T,N,D], with zeros where a token has no predecessor. `before_BPND` is the state

@@ -11,6 +11,7 @@ import torch
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model import parameter_group
 from liger_convert.training import sequence_parallel
+from liger_convert.training.batch_split import split_batch
 from liger_convert.training.memory_estimate import (
     Sizes,
     count,
@@ -22,7 +23,6 @@ from liger_convert.training.memory_estimate import (
     training_bytes,
     waiting_bytes,
 )
-from liger_convert.training.sharing import share
 from liger_convert.training.student import count_adapters, count_trained
 
 GATHERED_SHARE = 0.8  # of a GPU's memory, up to which layers stay gathered; estimates are off by up to a fifth
@@ -108,7 +108,7 @@ class StagePlanner:
         """The plan of `stage` for each of several `processes`, in groups of `shards` that split every row. Raises
         BadInput if the processes cannot share the stage's rows."""
         trained = count_trained(stage, self.config, self.shapes)
-        batch_size, grad_accumulation = share(stage, processes, shards)
+        batch_size, grad_accumulation = split_batch(stage, processes, shards)
         sequence_parallel.check(stage, self.config, shards)
         layerwise = isinstance(stage, AlignStage) and stage.layerwise
         own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model.cuda_graphs import SharedMemory, capture, without_cached_casts
 from liger_convert.model.placing import waits
-from liger_convert.training.averaging import flat_like
+from liger_convert.training.gradient_averaging import flat_like
 
 # Takes a batch and returns its detached loss; adds the gradients to `.grad`.
 FwdBwd = Callable[[dict[str, Tensor]], Tensor]

@@ -55,6 +55,7 @@ from liger_convert.model import MIXER_MODULE, AlignTargets, linear_layers
 from liger_convert.model.loading import check_folder, read_finite
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import pissa
+from liger_convert.training.batch_split import steps_of
 from liger_convert.training.calibrate import calibrating, in_two_lengths
 from liger_convert.training.checkpoints import last_good, step_of
 from liger_convert.training.disk_estimate import hidden_bytes
@@ -62,7 +63,6 @@ from liger_convert.training.hidden_states import HiddenStates, sums_of
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, Chain
 from liger_convert.training.one_layer import LayerObjective, LayerTrainer, OneLayer, attention_only, load_tensors
-from liger_convert.training.sharing import steps_of
 from liger_convert.training.student import compile_attention, compile_parts, gains_by_compiling, prepare
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast

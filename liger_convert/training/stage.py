@@ -26,6 +26,7 @@ from liger_convert.model.placing import place
 from liger_convert.training import pissa
 from liger_convert.training.adapters import adapted_model
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.batch_split import split_batch
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
@@ -45,7 +46,6 @@ from liger_convert.training.sharding import (
     shard_to_calibrate,
     without_weights,
 )
-from liger_convert.training.sharing import share
 from liger_convert.training.student import bytes_beside_teacher, compile_layers, curve, gains_by_compiling, prepare
 from liger_convert.training.trainer import Objective, StageTrainer
 from liger_convert.utils import interrupts, processes
@@ -104,9 +104,9 @@ def run_stage(
     average. With `resume`, training continues from the last checkpoint in `out`, and ends with the same weights as if
     it had never been stopped.
 
-    Under `torchrun`, every process calls it, and the first one writes. The processes share the rows of each step, see
-    `share`. A step therefore has the same rows at any number of processes, which may change on resuming. With `shard`
-    they also share the weights, see `sharding.py`, which `keep_gathered` is for; the result has the same files.
+    Under `torchrun`, every process calls it, and the first one writes. The processes split the rows of each step, see
+    `split_batch`. A step therefore has the same rows at any number of processes, which may change on resuming. With
+    `shard` they also share the weights, see `sharding.py`, which `keep_gathered` is for; the result has the same files.
     `sequence_parallel` processes share each row, see `sequence_parallel.py` and its `check`.
 
     Raises BadInput if `out` already has a result (without `resume`), and for settings that cannot be combined. Raises
@@ -130,7 +130,7 @@ def run_stage(
     dtype = compute_dtype(device, precision)
     options: dict[str, Any] = {"dataset": dataset, "device": device, "dtype": dtype, "seed": seed, "progress": progress}
     if isinstance(stage, AlignStage) and stage.layerwise:
-        share(stage, count)
+        split_batch(stage, count)
         layers = LayerwiseStage(stage, model_dir=model_dir, results=results, base_dir=base_dir, out=out, **options)
         facts = layers.run(resume)
         losses = facts.pop("losses")
@@ -142,7 +142,7 @@ def run_stage(
 
     set_seed(seed)
     mesh = mesh_of(device) if shard and count > 1 else None
-    share(stage, count, sequence_parallel)  # raises before anything is loaded
+    split_batch(stage, count, sequence_parallel)  # raises before anything is loaded
     # A full result takes its frozen weights from here. Opened now, so that an unsupported adapter fails before
     # training.
     fewer_digits = mesh is not None or is_narrowed(stage, dtype)

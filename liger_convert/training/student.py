@@ -25,8 +25,8 @@ from liger_convert.model.families import family_of
 from liger_convert.model.placing import waits
 from liger_convert.training.adapters import adapted_model
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.batch_split import split_batch
 from liger_convert.training.memory_estimate import Sizes, count, measuring_bytes, training_bytes
-from liger_convert.training.sharing import share
 from liger_convert.training.trainer import Objective, freeze
 from liger_convert.utils.errors import BadInput
 
@@ -220,7 +220,7 @@ def bytes_beside_teacher(
 
     shards: how many processes share each row. The weights are not sharded.
     """
-    batch_size, grad_accumulation = share(stage, processes, shards)
+    batch_size, grad_accumulation = split_batch(stage, processes, shards)
     shape = {"batch_size": batch_size, "grad_accumulation": grad_accumulation, "seq_len": stage.seq_len // shards}
     own, shapes = stage.model_copy(update=shape), {name: tuple(p.shape) for name, p in model.named_parameters()}
 

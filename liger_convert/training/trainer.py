@@ -25,13 +25,13 @@ from liger_convert.mixers.base import Mixer
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
-from liger_convert.training.average import WeightAverage
-from liger_convert.training.averaging import are_alike, average_flats, average_gradients, begin_alike
+from liger_convert.training.batch_split import split_batch, steps_of
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.frozen import narrow_frozen, run_wide_experts_apart
+from liger_convert.training.gradient_averaging import are_alike, average_flats, average_gradients, begin_alike
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.sharding import copy_whole
-from liger_convert.training.sharing import share, steps_of
+from liger_convert.training.weight_average import WeightAverage
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import LinearizeError
@@ -93,8 +93,8 @@ class StageTrainer(Trainer):
 
     out: the folder of checkpoints. dtype: the compute dtype. sharded: whether the weights are sharded and in place
     already, see `sharding.py`. If not, `model` is moved to `device`, its frozen weights are cast as in `frozen.py`, and
-    it is replicated by DDP, or by `averaging.py` if passes are captured. sequence: the group with which this process
-    shares each row. before_saving: called before each checkpoint is written.
+    it is replicated by DDP, or by `gradient_averaging.py` if passes are captured. sequence: the group with which this
+    process shares each row. before_saving: called before each checkpoint is written.
     """
 
     _finishing: Future[None] | None
@@ -117,7 +117,7 @@ class StageTrainer(Trainer):
         before_saving: Callable[[], None] | None = None,
     ):
         self.sequence, self.shards = sequence, 1 if sequence is None else sequence.size
-        batch_size, grad_accumulation = share(stage, processes, self.shards)
+        batch_size, grad_accumulation = split_batch(stage, processes, self.shards)
         steps = steps_of(stage, dataset)
         rates = stage.learning_rates.trained()
         checkpointing: dict[str, Any] = {}

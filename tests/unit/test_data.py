@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from liger_convert.config.sources import FileSource, HubSource
 from liger_convert.data.documents import Document, held_out_keys, load_source
-from liger_convert.data.row_files import Row, file_rows
+from liger_convert.data.row_files import DataRow, file_rows
 from liger_convert.data.sources import pydoc_rows
 from liger_convert.utils.errors import BadInput
 
@@ -459,7 +459,7 @@ def test_a_validation_file_is_held_out_and_what_it_repeats_is_not_trained_on(tmp
 
 
 @functools.cache
-def pydoc(questions: bool) -> list[Row]:
+def pydoc(questions: bool) -> list[DataRow]:
     return list(pydoc_rows(questions=questions))
 
 

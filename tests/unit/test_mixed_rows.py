@@ -20,7 +20,7 @@ from liger_convert.data.documents import Document
 from liger_convert.data.mixed_rows import BLOCK, MixedDataset, Schedule, mix
 from liger_convert.data.packed_rows import IGNORED, collate, pack
 from liger_convert.training import rows_of, run_stage
-from liger_convert.training.sharing import share
+from liger_convert.training.batch_split import split_batch
 from liger_convert.utils.errors import BadInput
 
 FIRST = {"text": 0, "chat": 10_000, "own": 20_000}  # the first token of each source
@@ -148,7 +148,7 @@ def test_processes_together_have_the_rows_of_one(processes: int) -> None:
     """The rows of a step, dealt as Trainer deals its batches."""
     stage = make_stage("distill", steps=6, batch=2, accumulation=4)
     rows = mixed(6 * 8, batch_size=2)
-    batch_size, accumulation = share(stage, processes)
+    batch_size, accumulation = split_batch(stage, processes)
     batches = list(BatchSampler(SequentialSampler(rows), batch_size, drop_last=True))
     for step in range(6):
         own = [

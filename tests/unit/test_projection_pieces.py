@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.projection_pieces import STATES, TokenShift, make_shift, shift_shapes
-from liger_convert.mixers.short_convolution import Row
+from liger_convert.mixers.short_convolution import RowPositions
 
 B, T, C, H, G, D = 2, 13, 12, 4, 2, 3
 DIMS = HeadDims(C, H, G, D)
@@ -51,7 +51,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 def test_the_token_shift_equals_the_papers_loop() -> None:
     shift, inputs = moved(), tokens()
-    *got, _ = shift(*inputs, Row(None, None), {})
+    *got, _ = shift(*inputs, RowPositions(None, None), {})
     for b in range(B):
         expected = loop(shift, [x[b] for x in inputs])
         assert max(error(y[b], z) for y, z in zip(got, expected)) < 16 * torch.finfo(torch.float32).eps
@@ -63,7 +63,7 @@ def test_the_token_shift_equals_the_papers_loop() -> None:
 def test_the_gradients_of_the_token_shift_are_those_of_the_loop() -> None:
     shift, inputs = moved(), [x.requires_grad_() for x in tokens()]
     leaves = {**dict(zip(("q", "k", "v", "x"), inputs, strict=True)), **dict(shift.named_parameters())}
-    *got, _ = shift(*inputs, Row(None, None), {})
+    *got, _ = shift(*inputs, RowPositions(None, None), {})
     rows = [loop(shift, [x[b] for x in inputs]) for b in range(B)]
     expected = [torch.stack(parts) for parts in zip(*rows, strict=True)]
     d = [torch.randn_like(y) for y in got]
@@ -77,14 +77,14 @@ def test_the_gradients_of_the_token_shift_are_those_of_the_loop() -> None:
 def test_no_shift_crosses_a_document_boundary_and_padding_is_skipped() -> None:
     shift, inputs = moved(), tokens()
     position_BT = torch.cat((torch.arange(5), torch.arange(T - 5))).expand(B, T)
-    *packed, _ = shift(*inputs, Row(None, position_BT), {})
+    *packed, _ = shift(*inputs, RowPositions(None, position_BT), {})
     for piece in (slice(0, 5), slice(5, T)):
-        *alone, _ = shift(*(x[:, piece] for x in inputs), Row(None, None), {})
+        *alone, _ = shift(*(x[:, piece] for x in inputs), RowPositions(None, None), {})
         assert all(torch.allclose(y[:, piece], z, atol=1e-6) for y, z in zip(packed, alone))
     real_BT = torch.ones(B, T, dtype=torch.bool)
     real_BT[:, 4:7] = False
-    *padded, after = shift(*inputs, Row(real_BT, None), {})
-    *without, after_without = shift(*(x[:, real_BT[0]] for x in inputs), Row(None, None), {})
+    *padded, after = shift(*inputs, RowPositions(real_BT, None), {})
+    *without, after_without = shift(*(x[:, real_BT[0]] for x in inputs), RowPositions(None, None), {})
     assert all(torch.allclose(y[:, real_BT[0]], z, atol=1e-6) for y, z in zip(padded, without))
     assert all(torch.allclose(after[name], after_without[name], atol=1e-6) for name in after)
 
@@ -95,7 +95,7 @@ def test_a_new_shift_changes_nothing_and_its_states_have_the_declared_shapes(kin
     assert shift is not None
     shift.reset_parameters()
     q, k, v, x = tokens()
-    *same, after = shift(q, k, v, x, Row(None, None), {})
+    *same, after = shift(q, k, v, x, RowPositions(None, None), {})
     assert all(torch.equal(*pair) for pair in zip(same, (q, k, v))), "a new shift must change nothing"
     assert {name: state.shape[1:] for name, state in after.items()} == shift_shapes(kind, DIMS)  # type: ignore[arg-type]
     assert set(after) <= set(STATES)

@@ -18,9 +18,9 @@ from tiny import tiny_config
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import linearized_config
+from liger_convert.training.batch_split import split_batch
 from liger_convert.training.memory_estimate import gathered_bytes
 from liger_convert.training.sequence_parallel import check
-from liger_convert.training.sharing import share
 from liger_convert.utils.errors import BadInput
 
 QUICK = ["gla", "liger-paper", "gated-deltanet"]
@@ -259,10 +259,10 @@ def test_what_comes_from_other_processes_grows_with_their_number_only_where_head
 
 def test_processes_are_put_in_whole_groups_that_share_the_rows_of_a_step() -> None:
     stage = make_stage("finetune", batch=4, accumulation=2)
-    assert share(stage, 4, 2) == share(stage, 2) == (4, 1)
+    assert split_batch(stage, 4, 2) == split_batch(stage, 2) == (4, 1)
     with pytest.raises(
         BadInput, match="3 processes share a row, but 4 cannot be split into groups of 3; start a multiple"
     ):
-        share(stage, 4, 3)
+        split_batch(stage, 4, 3)
     with pytest.raises(BadInput, match="cannot be divided among 3 groups of 2 processes; start 4"):
-        share(stage, 6, 2)
+        split_batch(stage, 6, 2)

@@ -26,9 +26,9 @@ from stages import SEQ_LEN, make_stage, result_bytes
 from torch import Tensor
 
 from liger_convert.io import checksums
-from liger_convert.training import averaging
-from liger_convert.training.averaging import are_alike, average_flats, average_gradients, flat_like
-from liger_convert.training.sharing import share
+from liger_convert.training import gradient_averaging
+from liger_convert.training.batch_split import split_batch
+from liger_convert.training.gradient_averaging import are_alike, average_flats, average_gradients, flat_like
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
 
@@ -148,7 +148,7 @@ def mean_of_two(rank: int, size: int, store: str) -> list[list[float] | None]:
 
 
 def test_a_gradient_that_one_process_lacks_counts_as_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging, "PIECE", 3)  # a piece for each
+    monkeypatch.setattr(gradient_averaging, "PIECE", 3)  # a piece for each
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.starmap(mean_of_two, [(rank, 2, f"{tmp_path}/store") for rank in range(2)], 1)
     assert found == [[[1.5, 3.0], [2.0, 0.0], None, [0.5, 0.0]]] * 2
@@ -199,7 +199,7 @@ def test_parts_of_a_flat_tensor_are_what_autograd_would_make() -> None:
     parts, flats = flat_like(made)
     for number, (part, tensor) in enumerate(zip(parts, made, strict=True)):
         assert (part.shape, part.stride(), part.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-        assert part.storage_offset() * part.itemsize % averaging.ALIGNED == 0
+        assert part.storage_offset() * part.itemsize % gradient_averaging.ALIGNED == 0
         part.fill_(number + 1)
     assert [part.unique().tolist() for part in parts] == [[1], [2], [3], [4]], "none lies in another"
     assert [flat.sum() for flat in flats] == [5 * 1 + 12 * 2 + 4 * 4, 200 * 3]
@@ -268,7 +268,7 @@ def test_whole_micro_batches_are_shared_before_their_rows(
     batch: int, accumulation: int, processes: int, expected: tuple[int, int]
 ) -> None:
     stage = make_stage("finetune", batch=batch, accumulation=accumulation)
-    rows, times = share(stage, processes)
+    rows, times = split_batch(stage, processes)
     assert (rows, times) == expected
     assert rows * times * processes == batch * accumulation
 
@@ -277,7 +277,7 @@ def test_rows_that_do_not_divide_are_refused_with_what_would() -> None:
     stage = make_stage("finetune", batch=4, accumulation=1)
     said = r"finetune: batch_size 4 × grad_accumulation 1 cannot be divided among 3 processes; start 2, or set"
     with pytest.raises(BadInput, match=said):
-        share(stage, 3)
+        split_batch(stage, 3)
 
 
 LAUNCHES: dict[str, tuple[dict[str, str], int | None, str]] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_convert.mixers import MIXERS, build_mixer, make_spec, resolve_spec
 from liger_convert.mixers.base import QKV, HeadDims, Mixer
-from liger_convert.mixers.short_convolution import Row, ShortConvolution
+from liger_convert.mixers.short_convolution import RowPositions, ShortConvolution
 from liger_convert.mixers.spec import ShortConvSpec
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.utils.errors import BadInput
@@ -26,7 +26,7 @@ B, T, K, N, D = 2, 19, 4, 3, 5
 H, G = 4, 2
 DIMS = HeadDims(hidden=32, heads=H, kv_heads=G, dim=8)
 CONVOLVED = [name for name, mixer in MIXERS.items() if issubclass(mixer.Spec, ShortConvSpec)]
-NONE = Row(None, None)
+NONE = RowPositions(None, None)
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -63,11 +63,11 @@ PACKED = torch.stack([torch.arange(T) >= 2, torch.arange(T) >= 11]).long() + (to
 ROWS = {"plain": (ALL, ONE), "padded left": (LEFT, ONE), "padded among": (AMONG, ONE), "packed": (ALL, PACKED)}
 
 
-def row_of(real_BT: Tensor, document_BT: Tensor, start: int = 0, end: int = T) -> Row:
+def row_of(real_BT: Tensor, document_BT: Tensor, start: int = 0, end: int = T) -> RowPositions:
     begins_BT = torch.cat((torch.ones(B, 1, dtype=torch.bool), document_BT.diff(dim=1) != 0), 1)
     at_T = torch.arange(T)
     position_BT = at_T - torch.where(begins_BT, at_T, 0).cummax(1).values
-    return Row(
+    return RowPositions(
         None if real_BT.all() else real_BT[:, start:end], position_BT[:, start:end] if document_BT.any() else None
     )
 

@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 from liger_convert.io import checksums
 from liger_convert.training import stage as module
-from liger_convert.training.average import WeightAverage
 from liger_convert.training.memory_estimate import Sizes, training_bytes
 from liger_convert.training.merge import load_chain
 from liger_convert.training.trainer import AVERAGE_FILE, StageTrainer
+from liger_convert.training.weight_average import WeightAverage
 from liger_convert.utils.errors import LinearizeError
 
 LENGTH = 0.3

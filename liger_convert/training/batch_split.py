@@ -1,4 +1,5 @@
-"""How the processes of a run share the rows of an optimizer step. The step's rows do not depend on their number."""
+"""How the rows of an optimizer step are split among the processes of a run. The step's rows do not depend on their
+number."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.utils.errors import BadInput
 
 
-def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
+def split_batch(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
     """Returns (rows of a micro-batch, micro-batches of a step) for each process. Each group of `shards` consecutive
     processes gets the same rows.
 

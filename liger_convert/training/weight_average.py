@@ -30,7 +30,8 @@ class WeightAverage(TrainerCallback):
     """The EMA of `parameters`, in float32 and on their device. Does not affect training.
 
     After step t it is the mean of the weights after steps s = 1 … t, weighted by exp((s - t) / length). The initial
-    weights are not part of it. With several processes, each keeps its own copy, and all copies are equal.
+    weights are not part of it. Each process averages the parameters that it holds: all of them, or with sharded weights
+    its slices.
 
     length: the average age of the averaged weights, in steps. Far below 1, the average is just the latest weights.
     """
