@@ -24,7 +24,7 @@ import torch
 from gated_kernels import in_use
 from torch import Tensor, nn
 
-from liger_convert.benchmark.limits import least_ms, limits_of, timed, work_of
+from liger_convert.benchmark.limits import Limits, least_ms, limits_of, timed, work_of
 from liger_convert.benchmark.sides import (
     Side,
     cache_bytes,
@@ -247,12 +247,36 @@ def bench_models(
     if options.quantize is not None:
         check_8_bits(options.quantize)  # before a model is loaded
     torch.manual_seed(0)
-    rows: list[dict[str, Any]] = []
-    missing: dict[str, str] = {}
-    compiled = options.compiled and options.device.type == "cuda"
     limits = limits_of(options.device, options.dtype)  # measured before a model fills the memory
-    total = len(options.lengths) * (1 if load_base is None else 2 + compiled)
-    results = {
+    results = _without_rows(source, options, limits)
+    rows = results["rows"]
+    total = len(options.lengths) * (1 if load_base is None else 2 + _compiles_base(options))
+
+    def say(note: str) -> None:
+        report(len(rows), total, note)
+
+    def add(side: Side) -> None:
+        work = work_of(side.model)
+        for tokens in options.lengths:
+            say(f"{side.name}, {tokens} tokens")
+            row = measure(side, tokens, options)
+            least = {"prefill": least_ms(work, limits, options.batch_size, tokens)} if options.prefill else {}
+            row["limit_ms"] = least | {"decode": least_ms(work, limits, options.batch_size)}
+            if side.name in (BASE, STATIC):
+                row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == tokens))
+            rows.append(row)
+            keep(results)
+            _free(options.device)
+
+    _measure_model(source, load, options, results, add, say)
+    _free(options.device)
+    _measure_base(load_base, options, results["missing"], add, say)
+    return results
+
+
+def _without_rows(source: str, options: Options, limits: Limits) -> dict[str, Any]:
+    """The content of bench.json before anything is measured."""
+    return {
         "format": FORMAT_VERSION,
         "source": source,
         "parameters": 0,
@@ -269,24 +293,25 @@ def bench_models(
         "memory": "peak_bytes" if options.device.type == "cuda" else "cache_bytes",
         "limits": limits._asdict(),
         "check": {},
-        "rows": rows,
-        "missing": missing,
+        "rows": [],
+        "missing": {},
     }
 
-    def add(side: Side) -> None:
-        work = work_of(side.model)
-        for tokens in options.lengths:
-            report(len(rows), total, f"{side.name}, {tokens} tokens")
-            row = measure(side, tokens, options)
-            least = {"prefill": least_ms(work, limits, options.batch_size, tokens)} if options.prefill else {}
-            row["limit_ms"] = least | {"decode": least_ms(work, limits, options.batch_size)}
-            if side.name in (BASE, STATIC):
-                row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == tokens))
-            rows.append(row)
-            keep(results)
-            _free(options.device)
 
-    report(0, total, "making the model")
+def _compiles_base(options: Options) -> bool:
+    return options.compiled and options.device.type == "cuda"
+
+
+def _measure_model(
+    source: str,
+    load: Callable[[], Any],
+    options: Options,
+    results: dict[str, Any],
+    add: Callable[[Side], None],
+    say: Callable[[str], None],
+) -> None:
+    """Checks and measures the model that `load` returns, which is no longer in memory afterwards."""
+    say("making the model")
     model = load()
     if options.quantize is not None:
         store_in_8_bits(model, options.quantize)
@@ -297,13 +322,21 @@ def bench_models(
     side = Side("linearized" if linearized else "model", model, dynamic_caches(model), decode)
     if linearized and why_plain(model) is None:
         side = side._replace(decode=decode_as_generated(model))
-    report(0, total, "checking the model")
+    say("checking the model")
     results["check"] = check(side, options)
     results["decoding"] = getattr(model, "decoding", "plain steps")
     results["prefilling"] = getattr(model, "prefilling", "plain chunks")
     add(side)
-    del model, side
-    _free(options.device)
+
+
+def _measure_base(
+    load_base: Callable[[], Any] | None,
+    options: Options,
+    missing: dict[str, str],
+    add: Callable[[Side], None],
+    say: Callable[[str], None],
+) -> None:
+    """Checks and measures the base, on a GPU also compiled. missing: gets the reason for what could not be measured."""
     base, reason = None, "no base was given; name one with --baseline"
     if load_base is not None:
         try:
@@ -314,20 +347,19 @@ def bench_models(
             reason = OUT_OF_MEMORY
     if base is None:
         missing[BASE] = missing[STATIC] = reason
-    else:
-        sides = [Side(BASE, base, dynamic_caches(base), decode)]
-        if compiled:
-            sides.append(Side(STATIC, base, static_caches(base), decode_compiled))
-        elif options.compiled:
-            missing[STATIC] = f"transformers compiles a static cache for a GPU, and this ran on {options.device.type}"
-        for side in sides:
-            try:
-                report(len(rows), total, f"checking the {side.name}")
-                check(side, options)
-                add(side)
-            except Exception as error:  # for example from a compiler: the other rows stay valid
-                missing[side.name] = first_line(error)
-    return results
+        return
+    sides = [Side(BASE, base, dynamic_caches(base), decode)]
+    if _compiles_base(options):
+        sides.append(Side(STATIC, base, static_caches(base), decode_compiled))
+    elif options.compiled:
+        missing[STATIC] = f"transformers compiles a static cache for a GPU, and this ran on {options.device.type}"
+    for side in sides:
+        try:
+            say(f"checking the {side.name}")
+            check(side, options)
+            add(side)
+        except Exception as error:  # for example from a compiler: the other rows stay valid
+            missing[side.name] = first_line(error)
 
 
 def _ratio(row: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, float] | None:

@@ -245,24 +245,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
     shards = recipe.sequence_parallel
     processes = shards if processes is None else processes
     check_base(base_config)
-    recipe, longer = adapt.fit_long_windows(recipe, base_config)
-    specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
-    for name, spec in recipe.mixers.items():
-        specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
-    if recipe.long_windows is not None:
-        specs[LONG] = resolve_spec(recipe.mixer.to_dict() | {"window": recipe.long_windows.window}, "mixer")
-    window = specs[MAIN]["window"]
-    specs, fitted = adapt.fit_windows(recipe, base_config, specs)
-    recipe, kept = adapt.fit_layers(recipe, base_config)
-    windows_of_main = window, specs[MAIN]["window"]
-    if recipe.long_windows is not None and not _is_longer(specs):
-        window, long = specs[MAIN]["window"], specs[LONG]["window"]
-        shorter = f"the window of {window} in" if window else "the unlimited window in"
-        why = f"{long} is not longer than {shorter} mixer.window"
-        if recipe.adapt is None or not fitted:
-            raise BadInput(f"layers.long_windows.window: {why}")
-        left_out = f"layers.long_windows: left out, because {why}"
-        recipe, fitted = recipe.with_layer_choice(long_windows=None), (*fitted, left_out)
+    recipe, specs, windows_of_main, fitted = _fit_mixers(recipe, base_config)
     windows = own_windows(base_config)
     sliding = sliding_layers(windows)
     layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
@@ -280,11 +263,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
     recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, windows_of_main, scale)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
-    for i, (stage, planned) in enumerate(zip(recipe.stages, stages, strict=True)):
-        if planned.trained == 0:
-            raise BadInput(f"stages[{i}].learning_rates: {nothing_to_train(stage)}")
-        if sentence := idle_layer(stage, linear_layers(config), new):
-            raise BadInput(f"stages[{i}].layerwise: {sentence}")
+    _check_stages(recipe, stages, config, new)
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
     linear = [name for name in layers if name != SOFTMAX]
     made = Plan(
@@ -326,12 +305,52 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(sliding),
         undecided_windows=layers.count(LONG) if recipe.measures_windows else 0,
         selected_by=recipe.selected_by,
-        adapted=(*kept, *longer, *fitted, *adapted),
+        adapted=(*fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and created layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
+
+
+def _fit_mixers(
+    recipe: Recipe, base_config: Any
+) -> tuple[Recipe, dict[str, dict[str, Any]], tuple[int, int], tuple[str, ...]]:
+    """Adapts the windows and the choice of layers of `recipe` to the base.
+
+    Returns the recipe, the resolved spec of each mixer by its name in the recipe, the window of `main` before and
+    after, and a sentence for each change. Raises BadInput for unknown mixers or options, and for long windows that are
+    not longer.
+    """
+    recipe, longer = adapt.fit_long_windows(recipe, base_config)
+    specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
+    for name, spec in recipe.mixers.items():
+        specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
+    if recipe.long_windows is not None:
+        specs[LONG] = resolve_spec(recipe.mixer.to_dict() | {"window": recipe.long_windows.window}, "mixer")
+    window = specs[MAIN]["window"]
+    specs, fitted = adapt.fit_windows(recipe, base_config, specs)
+    recipe, kept = adapt.fit_layers(recipe, base_config)
+    windows_of_main = window, specs[MAIN]["window"]
+    if recipe.long_windows is not None and not _is_longer(specs):
+        window, long = specs[MAIN]["window"], specs[LONG]["window"]
+        shorter = f"the window of {window} in" if window else "the unlimited window in"
+        why = f"{long} is not longer than {shorter} mixer.window"
+        if recipe.adapt is None or not fitted:
+            raise BadInput(f"layers.long_windows.window: {why}")
+        left_out = f"layers.long_windows: left out, because {why}"
+        recipe, fitted = recipe.with_layer_choice(long_windows=None), (*fitted, left_out)
+    return recipe, specs, windows_of_main, (*kept, *longer, *fitted)
+
+
+def _check_stages(recipe: Recipe, stages: list[StagePlan], config: Any, new: dict[str, tuple[int, ...]]) -> None:
+    """Raises BadInput for a stage that trains nothing, and for a layerwise one with a layer in which it trains nothing.
+    config: of the linearized model. new: shapes of its new parameters by name."""
+    for i, (stage, planned) in enumerate(zip(recipe.stages, stages, strict=True)):
+        if planned.trained == 0:
+            raise BadInput(f"stages[{i}].learning_rates: {nothing_to_train(stage)}")
+        if sentence := idle_layer(stage, linear_layers(config), new):
+            raise BadInput(f"stages[{i}].layerwise: {sentence}")
 
 
 def _is_longer(specs: dict[str, Any]) -> bool:

@@ -85,6 +85,41 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
     ]
 
 
+def _arguments(
+    stage: Stage, out: Path, device: torch.device, seed: int, steps: int, batch_size: int, grad_accumulation: int
+) -> TrainingArguments:
+    """Trainer's arguments for a stage of `steps` optimizer steps. batch_size, grad_accumulation: of this process."""
+    checkpointing: dict[str, Any] = {}
+    if stage.gradient_checkpointing:
+        checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=grad_accumulation,
+        learning_rate=max(stage.learning_rates.trained().values()),
+        lr_scheduler_type=SCHEDULES[stage.schedule],
+        warmup_steps=round(stage.warmup_ratio * steps),
+        max_grad_norm=stage.max_grad_norm,
+        **checkpointing,
+        save_strategy="steps" if stage.save_every < steps else "no",
+        save_steps=stage.save_every,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        label_names=["labels"],
+        dataloader_pin_memory=device.type == "cuda",
+        use_cpu=device.type == "cpu",
+        ddp_find_unused_parameters=True,  # alignment does not run all parameters, nor does a batch use all experts
+        seed=seed,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # else DataParallel would split batches over the GPUs; that is torchrun's job
+    return args
+
+
 class StageTrainer(Trainer):
     """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient norm is not finite.
 
@@ -120,37 +155,7 @@ class StageTrainer(Trainer):
         batch_size, grad_accumulation = split_batch(stage, processes, self.shards)
         steps = steps_of(stage, dataset)
         rates = stage.learning_rates.trained()
-        checkpointing: dict[str, Any] = {}
-        if stage.gradient_checkpointing:
-            checkpointing = {
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": False},
-            }
-        args = TrainingArguments(
-            output_dir=str(out),
-            max_steps=steps,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=grad_accumulation,
-            learning_rate=max(rates.values()),
-            lr_scheduler_type=SCHEDULES[stage.schedule],
-            warmup_steps=round(stage.warmup_ratio * steps),
-            max_grad_norm=stage.max_grad_norm,
-            **checkpointing,
-            save_strategy="steps" if stage.save_every < steps else "no",
-            save_steps=stage.save_every,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            label_names=["labels"],
-            dataloader_pin_memory=device.type == "cuda",
-            use_cpu=device.type == "cpu",
-            ddp_find_unused_parameters=True,  # alignment does not run all parameters, nor does a batch use all experts
-            seed=seed,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        args._n_gpu = min(args.n_gpu, 1)  # else DataParallel would split batches over the GPUs; that is torchrun's job
+        args = _arguments(stage, out, device, seed, steps, batch_size, grad_accumulation)
         self.sharded, self.before_saving = sharded, before_saving
         if sharded:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # keeps accelerate from wrapping it in DDP
