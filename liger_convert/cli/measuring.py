@@ -33,7 +33,7 @@ from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.preflight import check_tasks
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
-from liger_convert.utils.progress import show_progress
+from liger_convert.utils.progress import part_of, show_progress
 
 
 class EvalInputs:
@@ -129,10 +129,11 @@ def evaluate_models(
                 folder, inputs.device, inputs.precision, trust_remote_code=trust_remote_code
             )
             with show_progress(source) as report:
-                options["report"] = report
-                if source == baseline:
-                    base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
+                if source == baseline and suite.agreement is not None:
+                    first, report = part_of(report, 0, 2), part_of(report, 1, 2)
+                    base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options, report=first)
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
+                options["report"] = report
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
     said = [*notes[model], *cut_prompts(found), *_cautions(model, folders[model], inputs, trust_remote_code)]
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}

@@ -35,7 +35,7 @@ from liger_convert.model.placing import place
 from liger_convert.utils import workers
 from liger_convert.utils.errors import LinearizeError
 from liger_convert.utils.processes import barrier, claim, count, rank
-from liger_convert.utils.progress import Report, quiet_libraries
+from liger_convert.utils.progress import Report, part_of, quiet_libraries
 
 BRANCHES: dict[str, Branches] = {
     "linearized": "both",
@@ -88,7 +88,7 @@ def diagnose(
     found = {name: column for name, path in kept.items() if (column := read_checked(path)) is not None}
     left = [name for name in names if name not in found]
     if left and suite.agreement is not None and base_dir is not None:
-        options["base_rows"] = job.base_rows(report)
+        options["base_rows"] = job.base_rows(lambda done, total, note="": report(0, len(left), note))
         if processes > 1 and call_others is None:
             job.let_go()
     if call_others is not None:
@@ -150,12 +150,12 @@ def _measure_together(job: _Job, report: Report) -> None:
     assert job.keep is not None
     names = [name for name in job.names if read_checked(job.keep / f"{name}.json") is None]
     begin = rank() * len(names) // count()  # elsewhere than the others, to load fewer models
-    for name in names[begin:] + names[:begin]:
+    for i, name in enumerate(names[begin:] + names[:begin]):
         begun = _begun(job.keep, name)
         due = [part for part in job.parts(name) if read_checked(part_file(begun, part)) is None]
         first = next((part for part in due if claim(f"{name}/{part}")), None)
         if first is not None:
-            job.column(name, _noted(report, name), partial(_is_mine, name, first))
+            job.column(name, part_of(report, i, len(names), name), partial(_is_mine, name, first))
     job.let_go()
     barrier()
 
@@ -274,12 +274,8 @@ def _begun(keep: Path, name: str) -> Path:
 
 
 def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> Iterator[tuple[str, Column]]:
-    for name in names:
-        yield name, job.column(name, _noted(report, name))
-
-
-def _noted(report: Report, name: str) -> Report:
-    return lambda done, total, note="": report(done, total, f"{name}: {note}")
+    for i, name in enumerate(names):
+        yield name, job.column(name, part_of(report, i, len(names), name))
 
 
 def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> Iterator[tuple[str, Column]]:

@@ -15,7 +15,7 @@ from liger_convert.eval.suites import Suite, check_files
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.errors import BadInput
-from liger_convert.utils.progress import Report
+from liger_convert.utils.progress import Report, part_of
 
 
 def evaluate_model(
@@ -45,7 +45,7 @@ def evaluate_model(
     batch_size: rows per forward pass. precision: of matmuls, see `compute_dtype`; the weights are not changed. keep: a
     folder to which each measure or task saves its result, and from which the next attempt continues. is_wanted: called
     with each of `parts_of` just before it would be measured; those that are not wanted are left out. report: called
-    with the progress of each measure or task.
+    with the number of measures and tasks that are done, of all of them.
 
     Raises BadInput if data that the suite needs is missing.
     """
@@ -58,9 +58,14 @@ def evaluate_model(
     dtype = compute_dtype(model.device, precision)
     model.eval()
     documents = {"held_out": held_out or [], "other": other or []}
-    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
     found: dict[str, dict[str, Measurement]] = {}
-    for part in parts_of(suite):
+    parts = parts_of(suite)
+
+    def progress(done: float, total: float | None, note: str = "") -> None:
+        part_of(report, len(found), len(parts))(done, total, note)
+
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": progress}
+    for part in parts:
         if keep is not None and (measured := read_checked(part_file(keep, part))) is not None:
             found[part] = measured
 
@@ -84,14 +89,14 @@ def evaluate_model(
         if is_due(copying.metrics[0]):
             done(copying.metrics[0], copy_loss(model, tokenizer, documents["held_out"], copying, **options))
     if suite.agreement is not None and base_rows is not None and is_due(suite.agreement.metrics[0]):
-        done(suite.agreement.metrics[0], agreement(model, base_rows, dtype=dtype, report=report))
+        done(suite.agreement.metrics[0], agreement(model, base_rows, dtype=dtype, report=progress))
     if tasks := [part for task in suite.tasks for part in task.each if part.id not in found]:
         from liger_convert.eval.harness import run_tasks  # lm-eval takes seconds to import
 
         options |= {"data_dir": data_dir, "limit": limit, "is_wanted": is_wanted}
         for task_id, measured in run_tasks(model, tokenizer, tasks, **options):
             done(task_id, measured)
-    return {metric: found[part][metric] for part in parts_of(suite) if part in found for metric in found[part]}
+    return {metric: found[part][metric] for part in parts if part in found for metric in found[part]}
 
 
 def parts_of(suite: Suite) -> list[str]:

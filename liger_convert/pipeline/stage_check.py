@@ -30,7 +30,7 @@ from liger_convert.pipeline.adapt import changed
 from liger_convert.training.merge import load_chain
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.errors import LinearizeError
-from liger_convert.utils.progress import Report, console, show_progress
+from liger_convert.utils.progress import Report, console, part_of, show_progress
 
 TEXT, COPY = "other_ppl", "copy_nll"
 BASE, UNTRAINED, MODEL = "base", "window_only_untrained", "linearized"
@@ -124,14 +124,11 @@ def measure(
     most, text = context_of(model.config), text_measure(model, size)
     begin = len(text_prefix(tokenizer))
     copying = CopyMeasure(length=min(size.length, (most - begin) // 2), draws=size.draws)
-    options: dict[str, Any] = {
-        "batch_size": size.batch_size,
-        "dtype": compute_dtype(device, precision),
-        "report": report,
-    }
+    options: dict[str, Any] = {"batch_size": size.batch_size, "dtype": compute_dtype(device, precision)}
     model = place(model, device)
-    perplexity = text_perplexity(model, tokenizer, documents, text, **options)[text.metrics[0]]
-    return {TEXT: perplexity, COPY: copy_loss(model, tokenizer, documents, copying, **options)[copying.metrics[0]]}
+    perplexity = text_perplexity(model, tokenizer, documents, text, **options, report=part_of(report, 0, 2))
+    loss = copy_loss(model, tokenizer, documents, copying, **options, report=part_of(report, 1, 2))
+    return {TEXT: perplexity[text.metrics[0]], COPY: loss[copying.metrics[0]]}
 
 
 def text_measure(model: Any, size: Size) -> TextMeasure:

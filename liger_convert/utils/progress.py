@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partialmethod
 from typing import Protocol
 
 from rich.console import Console
@@ -24,6 +25,18 @@ class Report(Protocol):
     """What long work calls now and then: how much is done, of how much (None: unknown), and a word such as the loss."""
 
     def __call__(self, done: float, total: float | None, note: str = "") -> None: ...
+
+
+def part_of(report: Report, part: int, parts: int, label: str = "") -> Report:
+    """A `Report` for part number `part`, counted from 0, of work in `parts` parts that count alike. label: what stands
+    before each note."""
+
+    def report_part(done: float, total: float | None, note: str = "") -> None:
+        whole = 1 if total is None else total
+        at = 0 if total is None else min(done, total)
+        report(part * whole + at, parts * whole, f"{label}: {note}" if label else note)
+
+    return report_part
 
 
 @contextlib.contextmanager
@@ -57,7 +70,8 @@ def show_progress(label: str) -> Iterator[Report]:
 
 def quiet_libraries() -> None:
     """Silences the bars, warnings and logs of the libraries below us; call it before they are imported. Only
-    transformers may be there already: `python -m liger_convert.cli` imports it along with the package."""
+    transformers, and with it tqdm, may be there already: `python -m liger_convert.cli` imports it along with the
+    package."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing here forks
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -65,6 +79,10 @@ def quiet_libraries() -> None:
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "tqdm" in sys.modules:  # it reads its variable only when it is imported
+        from tqdm import tqdm
+
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     if "transformers" in sys.modules:
         from transformers.utils.logging import disable_progress_bar
 

@@ -81,6 +81,18 @@ def test_each_column_measures_the_model_that_it_names(base: Path, tmp_path: Path
     )
 
 
+def test_progress_is_that_of_all_models(base: Path, tmp_path: Path) -> None:
+    told: list[tuple[float, str]] = []
+    agreement = {"prompts": 2, "prompt_tokens": 8, "tokens": 4, "source": "held_out"}
+    suite = Suite.model_validate(SUITE.model_dump() | {"agreement": agreement})
+    report = lambda done, total, note="": told.append((done / total, note.split(":")[0]))  # noqa: E731
+    diagnose(linearized(base, tmp_path, trained=True), base, suite, device=CPU, report=report, **OPTIONS)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {name: max(done for done, note in told if note == name) for name in NAMES} == {
+        name: pytest.approx(i / len(NAMES)) for i, name in enumerate(NAMES, 1)
+    }
+
+
 def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp_path: Path) -> None:
     folder = linearized(base, tmp_path, trained=True)
     found = diagnose(folder, base, SUITE, device=CPU, prompts=["a"], processes=2, **OPTIONS)

@@ -161,6 +161,15 @@ def test_progress_ends_at_its_total_and_never_passes_it(base: Path, rows: Path, 
     assert {total for _, total in told} == {requests}
 
 
+def test_progress_is_that_of_all_parts_of_a_suite(model: Any, rows: Path) -> None:
+    told: list[float] = []
+    report = lambda done, total, note="": told.append(done / total)  # noqa: E731
+    metrics = {"piqa": "acc", "squad_ctx": "contains"}
+    run(model, rows, [{"name": name, "metrics": [metric]} for name, metric in metrics.items()], report=report)
+    assert told == sorted(told)
+    assert 0 < told[0] < 0.5 < told[-1] == 1
+
+
 def test_shots_of_a_group_are_drawn_from_their_own_file(
     model: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

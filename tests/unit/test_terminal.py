@@ -147,6 +147,18 @@ def test_bars_of_transformers_are_off_even_where_it_was_imported_before(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_bars_of_lm_eval_are_off_even_where_tqdm_was_imported_before():
+    code = """
+import liger_convert
+from liger_convert.utils.progress import quiet_libraries
+quiet_libraries()
+from tqdm import tqdm
+list(tqdm(range(3)))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stderr == ""
+
+
 def test_json_is_whole_on_a_terminal_that_knows_only_ascii(capsys):
     found = shell("linearize mixers --json", PYTHONIOENCODING="ascii")
     assert main.main(["mixers", "--json"]) == 0
