@@ -9,7 +9,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +48,7 @@ from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.preflight import wider_windows
 from liger_convert.pipeline.stage_plan import nothing_to_train
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.disk_estimate import of_conversion
 from liger_convert.training.student import count_trained
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.errors import BadInput
@@ -122,7 +123,7 @@ def convert_base(
         convert_checkpoint(
             folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report
         )
-    return plan
+    return replace(plan, writes=tuple(of_conversion(plan.writes)))
 
 
 def calibrate_model(
@@ -211,7 +212,7 @@ def unlike_base(base: str, folder: Path, model: Path) -> str | None:
     """A sentence if the weights of `base`, in `folder`, do not look like those that the linearized model `model` was
     made from; else None.
 
-    The manifest knows if the run that made the model is around it, and if the base is in the same files. Otherwise the
+    The manifest knows if the model is in the folder of its run, and if the base is in the same files. Otherwise the
     token embeddings tell, which few trainings change.
     """
     found = {name: file for name, file in input_files({"base": folder}).items() if file.suffix == ".safetensors"}

@@ -5,7 +5,7 @@ Headers, tokenizers and logs are not counted: they are small compared to the wei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,12 @@ def written(
     steps.append(Written(MERGE, full, full, EXPORT))
     steps.append(Written(EXPORT, exported, exported, None))
     return steps
+
+
+def of_conversion(steps: Sequence[Written]) -> list[Written]:
+    """Of the steps of a run, what `linearize convert` writes: a model that is already in the dtype of the export."""
+    exported = next(step.peak for step in steps if step.step == EXPORT)
+    return [*(step for step in steps if step.step == BASE), Written(CONVERT, exported, exported, None)]
 
 
 def hidden_bytes(rows: int, seq_len: int, hidden_size: int, dtype: torch.dtype) -> int:

@@ -231,6 +231,17 @@ def test_convert_makes_a_model_with_the_options_given(home):
     )
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_convert_counts_the_bytes_that_it_writes(home, tmp_path, dtype):
+    from liger_convert.cli.commands import convert_base
+
+    options = {"mixer": "gla", "window": 6, "sinks": 2, "layers": "all", "options": (), "dtype": dtype, "seed": 0}
+    made = convert_base("base", tmp_path / "out", **options)
+    files = (tmp_path / "out").glob("*.safetensors")
+    written = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+    assert (made.disk_bytes, made.disk_peak) == ({"convert": written}, written)
+
+
 def test_convert_warns_of_a_window_longer_than_the_bases_own(tmp_path, capsys):
     base = save_tiny_base("mistral", tmp_path / "base")
     for window, warnings in (("24", 0), ("25", 1)):
