@@ -47,7 +47,7 @@ def render(results: Mapping[str, Any]) -> Group:
     filled = "Prompts were not read: all but their first tokens are noise in the cache."
     told = [
         f"Checked: decoding equals prefill to {checked['error']:.1e} of the largest logit (allowed "
-        f"{checked['allowed']:.1e}). x: a peer's figure over the model's.",
+        f"{checked['allowed']:.1e}). x: the base's figure divided by the model's.",
         "Memory: the tensors of the cache, exactly"
         + ("; the peak counts the weights, too." if peak else ", as a peak is only known of a GPU."),
         f"Limit: what reading the weights takes at {limits['bandwidth'] / 1e9:.4g} GB/s ({limits['bandwidth_by']}), "
@@ -66,7 +66,8 @@ def _title(results: Mapping[str, Any]) -> str:
     device = results["machine"]["device"]
     if (stored := results.get("quantize")) is not None:
         dtype = f"{dtype} with {stored} weights"
-    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {prefilling}, {decoding}, {device}"
+    how = f"{kernels} kernels; prefill: {prefilling}; decoding: {decoding}"
+    return f"{source}: batch {batch}, {dtype}, {device}, {how}"
 
 
 def _cell(row: Mapping[str, Any], name: str, value: str) -> str:

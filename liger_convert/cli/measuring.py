@@ -198,8 +198,8 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
     has_run = (Path(model).parent / MANIFEST).exists()
     if inputs.text == PYDOC and inputs.needs_held_out and is_linearized(folder) and not has_run:
         notes.append(
-            f"--text {PYDOC}: the run of the model is not around it, so the part held out is that of a run with seed 0 "
-            "and held_out 0.1; if it was trained on another part, give other text"
+            f"--text {PYDOC}: the model is not in the folder of a run, so it was measured on what a run with seed 0 "
+            "and held_out 0.1 holds out; if the model was trained on that, give other text"
         )
     limit, rows = length_limit(config), inputs.batch_size
     if limit is not None and rows > 1:

@@ -135,12 +135,12 @@ def test_a_model_without_its_run_is_told_which_part_of_pydoc_it_reads(
         assert main.main([*words, model, *more]) == 0
         return json.loads(capsys.readouterr().out).get("notes", [])
 
-    assert [note for note in notes("converted") if "the run of the model is not around it" in note]
+    assert [note for note in notes("converted") if "the model is not in the folder of a run" in note]
     assert notes("converted", "--text", "text.jsonl") == []
-    assert not [note for note in notes("base") if "run of the model" in note]
+    assert not [note for note in notes("base") if "in the folder of a run" in note]
     shutil.copytree("converted", home / "of-a-run/export")
     Manifest({}, {}, 0).write(home / "of-a-run")
-    assert not [note for note in notes("of-a-run/export") if "run of the model" in note]
+    assert not [note for note in notes("of-a-run/export") if "in the folder of a run" in note]
 
 
 def merge_said(capsys: pytest.CaptureFixture[str], out: str, *words: str) -> str:
