@@ -79,7 +79,9 @@ def families(as_json: Json = False) -> None:
 
     from liger_convert.model.families import FAMILIES
 
+    norms = {"head": "per head, shared", "each_head": "per head, each its own", "flat": "over all heads"}
     table = Table("family", "attention projections", "query and key norm", "mixture of experts")
     for name, row in FAMILIES.items():
-        table.add_row(name, ", ".join(row.projections), row.qk_norm, "yes" if row.moe else "no")
+        norm = norms.get(row.qk_norm, row.qk_norm)
+        table.add_row(name, ", ".join(row.projections), norm, "yes" if row.moe else "no")
     show(table, {name: asdict(row) for name, row in FAMILIES.items()}, as_json)
