@@ -209,7 +209,7 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
 
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:
-    """Raises BadInput for a baseline whose tokens are not the model's: what it writes cannot be asked of the model."""
+    """Raises BadInput for a baseline with another vocabulary: the model cannot read the tokens that it writes."""
     # beyond its tokenizer's tokens a model has embeddings that it may write
     if one.get_vocab() != other.get_vocab() or getattr(one, "embeddings", 0) > getattr(other, "embeddings", math.inf):
         what = "has a different vocabulary from the model, so agreement with it cannot be measured"
@@ -217,7 +217,7 @@ def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:
 
 
 def _held_out(text: str, tokenizer: Any, model: str | Path) -> Sequence[Document]:
-    """A whole file, or the part of Python's documentation that the run around `model` has held out.
+    """A whole file, or the part of Python's documentation that was held out by the run whose folder `model` is in.
 
     Without a run that trained on it, that is the part that a run with seed 0 and `held_out: 0.1` holds out.
     """
@@ -228,7 +228,8 @@ def _held_out(text: str, tokenizer: Any, model: str | Path) -> Sequence[Document
 
 
 def _pydoc_of_run(model: str | Path) -> tuple[PydocSource, int] | None:
-    """The source of Python's documentation in the recipe of the run around `model`, and its seed; None without one."""
+    """The source of Python's documentation in the recipe of the run whose folder `model` is in, and the run's seed.
+    None without such a run, and if its recipe holds none of that text out."""
     run = Path(model).parent
     if not (run / MANIFEST).exists():
         return None

@@ -66,7 +66,7 @@ def diagnose(
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES, and
-    where something of the suite was left out {"notes": […]}, one for each thing.
+    {"notes": […]} if something of the suite was left out.
 
     `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
     switched off. `base` is the model it was made from, and `window_only_untrained` that base with only the
@@ -146,7 +146,7 @@ def measure_along(
 
 
 def _measure_together(job: _Job, report: Report) -> None:
-    """What this process measures of what all processes of this run measure; returns when all have finished."""
+    """Measures this process's share of what all processes of the run measure. Returns when all have finished."""
     assert job.keep is not None
     names = [name for name in job.names if read_checked(job.keep / f"{name}.json") is None]
     begin = rank() * len(names) // count()  # elsewhere than the others, to load fewer models
@@ -169,9 +169,10 @@ Column = tuple[dict[str, Measurement], list[str]]  # what was measured on a mode
 
 @dataclass
 class _Job:
-    """What is measured and how. Keeps the last model, for the branches of the linearized one come behind each other.
+    """What is measured and how. The last model stays loaded, because the linearized model is measured with each branch
+    ablated, one after the other.
 
-    The results of a model are kept in a folder of its own, one file for each part, until they are all there."""
+    Until all results of a model are complete, they are kept in a folder of their own, one file for each part."""
 
     model_dir: Path
     base_dir: Path | None
@@ -269,7 +270,7 @@ class _Job:
 
 
 def _begun(keep: Path, name: str) -> Path:
-    """The folder of the results of a model until they are all there."""
+    """The folder of a model's results until they are complete."""
     return keep / f"{name}.begun"
 
 
@@ -309,11 +310,11 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
             ) from error
 
 
-_job: _Job  # of a process of several
+_job: _Job  # in a worker process
 
 
 def _begin(job: _Job, processes: int, turns: Any) -> None:
-    """In a process of several: its own GPU where there are enough, its share of the cores."""
+    """Initializes a worker process: gives it a GPU of its own, if there are enough, and its share of the cores."""
     global _job
     quiet_libraries()
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
@@ -328,7 +329,7 @@ def _column(name: str) -> Column:
 
 
 def window_control(linearization: dict[str, Any]) -> dict[str, Any]:
-    """The linearization that leaves of each mixer its window and its sinks."""
+    """The linearization with only the window and the sinks of each mixer."""
     control = {
         name: resolve_spec({"type": "window", "window": spec["window"], "sinks": spec["sinks"]})
         for name, spec in linearization["mixers"].items()

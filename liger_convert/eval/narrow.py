@@ -1,4 +1,4 @@
-"""What of a suite can be measured on a model, and in plain words what cannot and why."""
+"""Leaves out of a suite what cannot be measured on a model, with a note that says what and why."""
 
 from __future__ import annotations
 
@@ -29,20 +29,24 @@ NO_ENDS = "the tokenizer has neither a token that begins a text nor one that end
 
 
 def context_of(config: Any) -> int:
-    """The tokens that a model with this config takes; more than any has where it does not say."""
+    """The context length in the config of a model; if it has none, a number that no context reaches."""
     return context_length(config) or 10**9
 
 
 def narrow(
     suite: Suite, *, context: int, tokenizer: Any, data_dir: Path | None, has_other: bool, has_base: bool
 ) -> tuple[Suite, list[str]]:
-    """The suite without what cannot be measured on a model of so much `context`, and a note for everything left out.
+    """The suite without what cannot be measured on a model of `context` tokens, and a note for everything left out.
 
-    Text is read in windows of the context at most, unless a measure asks for what is far: beyond it a base fails, and a
-    mere window fails less. Left out are lengths of a recall curve that do not fit into the context twice, positions
-    behind it, needles and prompts longer than it; text of another kind, and agreement with a base, where there are
-    none; tasks that need local rows, without them; and all tasks where no token begins or ends a text. The rest stays
-    as it is, so what is narrow already does not change.
+    Text is read in windows of at most the context, unless a measure sets `score_from` to look further. Left out are:
+
+    - lengths of a recall curve that do not fit twice into the context, positions beyond it, and needles longer than it
+    - agreement whose texts are longer than the context, or without a base
+    - text of another kind, if there is none
+    - tasks that need local rows, without a folder of them
+    - all tasks, if the tokenizer has no token that begins or ends a text
+
+    Narrowing a suite again changes nothing.
     """
     notes: list[str] = []
     text, positions = suite.text, suite.positions

@@ -30,15 +30,18 @@ MEMORY_ABLATED, WHOLE, UNTRAINED, BASE = "memory_ablated", "linearized", "window
 def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict[str, Any]:
     """{"memory_used", "worse_than_untrained", "compared", "sentences"}: what the measures say about the memory.
 
-    compared: of each metric of text, of the loss at the farthest positions, and of the longest repetition, whether the
-    model with its memory ablated is "worse", "better" or "no different" than the whole model, and the whole than the
-    untrained window and than the base.
-    memory_used: whether the model with its memory ablated is worse in any; None where all of them are `short`, of texts
-    of no more than the `reach` tokens that a layer sees without its memory. worse_than_untrained: whether the whole
-    model is worse than the untrained window in any, which the first sentence then says; of text of two kinds the one
-    counts on which it does worse. Both are None when what they need was not measured. All values are better when lower.
-    The standard errors are shown and decide nothing: all models read the same text, so most of what they stand for
-    cancels in a difference, and what is left was not measured.
+    compared: three comparisons, each a dict from metric to "worse", "better" or "no different". `memory_ablated`
+        compares the model with its memory ablated with the whole model. `against_untrained` and `against_base` compare
+        the whole model with the untrained window and with the base. The metrics are the perplexities of text, the loss
+        at the farthest positions, and the longest repetition. All of them are better when lower.
+    memory_used: whether the model with its memory ablated is worse in any metric. None if all metrics are in `short`:
+        their texts are no longer than the `reach` tokens that a layer sees without its memory.
+    worse_than_untrained: whether the whole model is worse than the untrained window in any metric; the first sentence
+        then says so. If text of two kinds is measured, the kind counts on which the model does worse. None without a
+        base.
+
+    The standard errors are shown, but decide nothing. All models read the same text, so most of the error cancels in a
+    difference, and what is left of it was not measured.
     """
     metrics = _compared(models[WHOLE])
     if not metrics:

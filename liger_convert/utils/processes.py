@@ -193,8 +193,8 @@ def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, boo
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that another process does not answer any more, as after the end of its
-    machine, of which the launcher of this one tells nothing."""
+    """Whether an error of torch.distributed says that another process does not answer any more. If its machine has
+    failed, the launcher of this process does not report that."""
     said = str(error)
     return count() > 1 and isinstance(error, RuntimeError) and any(words in said for words in _LOST)
 
