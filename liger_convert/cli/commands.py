@@ -66,8 +66,8 @@ def local_model(source: str, **options: Any) -> Iterator[Path]:
         yield checkpoint.resolve_base(source, work, **options)
 
 
-def is_linearized(folder: Path) -> bool:
-    return checkpoint.load_config(folder).model_type.startswith(PREFIX)
+def is_linearized(folder: Path, trust_remote_code: bool = False) -> bool:
+    return checkpoint.load_config(folder, trust_remote_code).model_type.startswith(PREFIX)
 
 
 def require_linearized(folder: Path) -> None:

@@ -120,7 +120,8 @@ def evaluate_models(
         if suite.agreement is not None and baseline is not None:
             _require_same_vocabulary(baseline, tokenizers[baseline], tokenizers[model])
         for source, folder in folders.items():
-            name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
+            own = "linearized" if is_linearized(folder, trust_remote_code) else "model"
+            name = "base" if source == baseline else own
             tokenizer = tokenizers[source]
             options: dict[str, Any] = {"batch_size": inputs.batch_size, "precision": inputs.precision}
             options |= inputs.documents(tokenizer, model)
@@ -196,7 +197,8 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
     depends on the rows that it shares a batch with."""
     notes, config = [], checkpoint.load_config(folder, trust_remote_code)
     has_run = (Path(model).parent / MANIFEST).exists()
-    if inputs.text == PYDOC and inputs.needs_held_out and is_linearized(folder) and not has_run:
+    linearized = is_linearized(folder, trust_remote_code)
+    if inputs.text == PYDOC and inputs.needs_held_out and linearized and not has_run:
         notes.append(
             f"--text {PYDOC}: the model is not in the folder of a run, so it was measured on what a run with seed 0 "
             "and held_out 0.1 holds out; if the model was trained on that, give other text"

@@ -108,6 +108,30 @@ def test_a_model_is_not_its_own_baseline(home: Path, capsys: pytest.CaptureFixtu
     assert refusal(capsys, *words).startswith("error: --baseline converted: is the model itself")
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class Own(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_trusted_model_with_its_own_code_is_measured(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("base", "own")
+    config = json.loads((home / "own/config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (home / "own/config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": names}))
+    (home / "own/own.py").write_text(OWN_CODE)
+    words = ["eval", "own", "--baseline", "base", "--suite", "suite.yaml", "--text", "text.jsonl"]
+    assert "brings its own code" in refusal(capsys, *words)
+    assert main.main([*words, "--trust-remote-code", "--json"]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert models["model"] == models["base"]
+
+
 def held_out(model: Path) -> list[list[int]]:
     return [list(document.ids) for document in measuring._held_out("pydoc", load_tokenizer(model), model)]
 
