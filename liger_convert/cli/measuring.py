@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from liger_convert.cli.commands import (
     PYDOC,
     is_linearized,
@@ -17,7 +19,8 @@ from liger_convert.cli.commands import (
     text_source,
     unlike_base,
 )
-from liger_convert.config.sources import PydocSource, meet
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.sources import FileSource, PydocSource, meet
 from liger_convert.data.documents import Document, load_source
 from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.eval.narrow import context_of, cut_prompts, narrow
@@ -198,6 +201,8 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
     notes, config = [], checkpoint.load_config(folder, trust_remote_code)
     has_run = (Path(model).parent / MANIFEST).exists()
     linearized = is_linearized(folder, trust_remote_code)
+    if linearized and has_run:
+        notes += _trained_on(model, inputs)
     if inputs.text == PYDOC and inputs.needs_held_out and linearized and not has_run:
         notes.append(
             f"--text {PYDOC}: the model is not in the folder of a run, so it was measured on what a run with seed 0 "
@@ -208,6 +213,28 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
         what = f"a row of more than {limit} tokens changes the rotary embedding of shorter ones in its batch"
         notes.append(f"--batch-size {rows}: {what}, by {config.model_type}'s rope_type; use 1 to exclude that")
     return notes
+
+
+def _trained_on(model: str | Path, inputs: EvalInputs) -> list[str]:
+    """A note for each text that is measured and that the run around `model` trained on."""
+    try:
+        recipe = Recipe.model_validate(Manifest.read(Path(model).parent).recipe.get("resolved"))
+    except ValidationError:  # an older version gave its fields other names
+        return []
+    measured: dict[str, FileSource | PydocSource] = {}
+    if inputs.needs_held_out:
+        of_run = _pydoc_of_run(model) if inputs.text == PYDOC else None
+        measured["--text"] = of_run[0] if of_run is not None else text_source(inputs.text)
+    if inputs.suite.needs_other and inputs.other_text is not None:  # all of it
+        measured["--other-text"] = PydocSource() if inputs.other_text == PYDOC else text_source(inputs.other_text)
+    texts = {"--text": inputs.text, "--other-text": inputs.other_text}
+    return [
+        f"{option} {texts[option]}: the run of the model trained on this text (data.{name}), so it is not held out; "
+        "give other text"
+        for option, source in measured.items()
+        for name, trained in recipe.trained_on.items()
+        if not trained.spares(source)
+    ]
 
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:

@@ -195,10 +195,19 @@ class Recipe(Strict):
     def read_by_run(self) -> set[str]:
         """The sources that are trained on, that the base continues for it, whose held-out part is measured on, or that
         layers are chosen on."""
-        names = {name for stage in self.stages for name in stage.sources}
-        names |= {self.eval.text} if self.eval.text is not None else set()
-        names |= {prompts for name in names & self.teachers.keys() if (prompts := self.teachers[name].prompts)}
+        measured = {self.eval.text} if self.eval.text is not None else set()
+        names = set(self.trained_on) | self._with_prompts(measured)
         return names | set(self.given_texts[:1] if self.measures_layers else ())
+
+    @property
+    def trained_on(self) -> dict[str, AnySource]:
+        """The sources that are trained on, and those that the base continues for it, by name."""
+        names = self._with_prompts({name for stage in self.stages for name in stage.sources})
+        return {name: source for name, source in self.data.items() if name in names}
+
+    def _with_prompts(self, names: set[str]) -> set[str]:
+        """These sources, and those that the base continues where it writes one of them."""
+        return names | {prompts for name in names & self.teachers.keys() if (prompts := self.teachers[name].prompts)}
 
     @property
     def other_source(self) -> AnySource | None:

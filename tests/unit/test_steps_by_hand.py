@@ -16,6 +16,7 @@ from tiny_models import save_tiny_base
 from transformers import AutoTokenizer
 
 from liger_convert.cli import main, measuring
+from liger_convert.config.recipe import load
 from liger_convert.config.sources import PydocSource
 from liger_convert.data.documents import load_source
 from liger_convert.io.checkpoint import load_tokenizer
@@ -165,6 +166,35 @@ def test_a_model_without_its_run_is_told_which_part_of_pydoc_it_reads(
     shutil.copytree("converted", home / "of-a-run/export")
     Manifest({}, {}, 0).write(home / "of-a-run")
     assert not [note for note in notes("of-a-run/export") if "in the folder of a run" in note]
+
+
+def test_text_that_the_run_of_a_model_trained_on_is_told(home: Path) -> None:
+    (home / "both.yaml").write_text(
+        "description: tiny\ntext: [{window: 16, windows: 2}, {source: other, window: 16}]\n"
+    )
+    model = Path(shutil.copytree("converted", "trained/export"))
+    (home / "unseen.jsonl").write_text((home / "text.jsonl").read_text())
+    recipe = yaml.safe_load((home / "recipe.yaml").read_text())
+
+    def told(data: dict[str, Any], stage: str, text: str = "pydoc") -> list[str]:
+        (home / "trained.yaml").write_text(
+            yaml.safe_dump(recipe | {"data": data, "stages": [STAGE | ALIGN | {"data": stage}]})
+        )
+        Manifest.new(load(home / "trained.yaml"), "", [], {}).write(home / "trained")
+        notes = measuring._cautions(model, model, measuring.EvalInputs("both.yaml", text=text))
+        return [note.partition(":")[0] for note in notes if "the run of the model trained on this text" in note]
+
+    text, docs = {"source": "file", "path": "text.jsonl"}, {"source": "pydoc"}
+    assert told({"text": text}, "text", "text.jsonl") == ["--text text.jsonl"]
+    assert told({"text": text | {"held_out": 0.1}}, "text", "text.jsonl") == ["--text text.jsonl"]
+    assert told({"text": text}, "text", "unseen.jsonl") == []
+    assert told({"text": text | {"validation": "unseen.jsonl"}}, "text", "unseen.jsonl") == []
+    assert told({"docs": docs}, "docs") == ["--text pydoc"]
+    assert told({"docs": docs | {"held_out": 0.1}}, "docs") == []
+    assert told({"docs": docs | {"held_out": 0.1}}, "docs", "unseen.jsonl") == ["--other-text pydoc"]
+    assert told({"docs": docs, "text": text}, "text", "unseen.jsonl") == [], "no stage reads it"
+    written = {"source": "teacher", "tokens": 512, "document_tokens": 64, "prompts": "text", "prompt_tokens": 8}
+    assert told({"text": text, "own": written}, "own", "text.jsonl") == ["--text text.jsonl"]
 
 
 def merge_said(capsys: pytest.CaptureFixture[str], out: str, *words: str) -> str:
