@@ -109,6 +109,27 @@ def test_a_model_is_not_its_own_baseline(home: Path, capsys: pytest.CaptureFixtu
     assert refusal(capsys, *words).startswith("error: --baseline converted: is the model itself")
 
 
+def test_what_only_the_baseline_is_not_measured_on_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_base("llama", home / "short", max_position_embeddings=24)
+    (home / "long.yaml").write_text(
+        "description: tiny\ntext: [{window: 32, windows: 2}]\ncopying: [{lengths: [8, 16]}]\n"
+    )
+
+    def notes(model: str, baseline: str) -> list[str]:
+        words = ["eval", model, "--baseline", baseline, "--suite", "long.yaml", "--text", "text.jsonl", "--json"]
+        capsys.readouterr()
+        assert main.main(words) == 0
+        return json.loads(capsys.readouterr().out).get("notes", [])
+
+    said = [
+        "text_ppl, text_byte_ppl: measured in windows of 24 tokens, the most that the base supports",
+        "copy_nll_16: left out because repeated once, they are longer than the 24 tokens that the base supports",
+    ]
+    assert notes("base", "short") == [f"--baseline short: {note}" for note in said]
+    assert notes("short", "base") == said
+    assert notes("base", "converted") == []
+
+
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
