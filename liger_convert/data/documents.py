@@ -47,14 +47,14 @@ class Document:
     """A tokenized document.
 
     ids: int32 [N], the token ids. loss: bool [N], the tokens that count in a stage with `responses_only`; all of them
-    in plain text. text_bytes: size of the text in UTF-8, for per-byte metrics. has_bos: whether `ids` begins with the
-    BOS token that the tokenizer puts before every text.
+    in plain text. text_bytes: size of the text in UTF-8, for per-byte metrics. begin: how many tokens `ids` begins with
+    that the tokenizer puts before every text, such as its BOS token.
     """
 
     ids: np.ndarray
     loss: np.ndarray
     text_bytes: int
-    has_bos: bool = False
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,7 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
     texts = tokenizer.batch_decode(ids_NT, skip_special_tokens=True)
     loss_T, prefix = np.ones(source.document_tokens, bool), text_prefix(tokenizer)
     return [
-        (text, Document(ids_T, loss_T, len(text.encode()), _has_bos(ids_T, prefix)))
-        for text, ids_T in zip(texts, ids_NT)
+        (text, Document(ids_T, loss_T, len(text.encode()), _begin(ids_T, prefix))) for text, ids_T in zip(texts, ids_NT)
     ]
 
 
@@ -394,9 +393,10 @@ def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator
             for begin, end in text.spans:
                 # special tokens added by the tokenizer have empty ranges, as they are not in the text
                 loss_N |= (start_N >= begin) & (end_N <= end) & (start_N < end_N)
-        yield Document(ids_N, loss_N, len(text.text.encode()), _has_bos(ids_N, prefix))
+        yield Document(ids_N, loss_N, len(text.text.encode()), _begin(ids_N, prefix))
 
 
-def _has_bos(ids_N: np.ndarray, prefix: list[int]) -> bool:
-    """Whether `ids_N` begins with the BOS token. prefix: see `text_prefix`; a chat template may leave it out."""
-    return bool(prefix) and ids_N[:1].tolist() == prefix
+def _begin(ids_N: np.ndarray, prefix: list[int]) -> int:
+    """How many tokens of `prefix` `ids_N` begins with: all or none, since a chat template may leave them out. prefix:
+    see `text_prefix`."""
+    return len(prefix) if ids_N[: len(prefix)].tolist() == prefix else 0

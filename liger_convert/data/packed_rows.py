@@ -35,7 +35,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     when an item is requested; the dataset holds only the documents, and their order in some epochs.
 
     The first token of a row that continues a document is replaced by the document's BOS token, if it has one: such a
-    base has hardly seen text without it, and predicts it much worse.
+    base has hardly seen text without it, and predicts it much worse. So are as many tokens as the tokenizer puts before
+    every text.
 
     concat_documents: makes each row a single segment. A memory learns to hold information over thousands of tokens only
     in long segments, and most documents are short.
@@ -107,7 +108,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         epoch, inside = divmod(at, self.tokens)
         order, ends = self._epoch(epoch)
         which = int(np.searchsorted(ends, inside, side="right"))
-        first = self.documents[order[which]]
+        first, left = self.documents[order[which]], int(ends[which]) - inside
         while filled < length:
             if which == len(order):
                 epoch, which = epoch + 1, 0
@@ -124,9 +125,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
-        if first.has_bos:
-            input_ids_T[0] = first.ids[0]
-        text_T = input_ids_T[first.has_bos :]
+        begin = min(first.begin, left)
+        input_ids_T[:begin], labels_T[:begin] = first.ids[:begin], IGNORED
+        text_T = input_ids_T[begin:]
         if rng.random() < self.copy_fraction and len(text_T) > 1:
             self._copy_stretch(text_T, rng)
             position_ids_T[:] = np.arange(length)

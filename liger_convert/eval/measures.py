@@ -51,7 +51,7 @@ def text_perplexity(
     The documents are concatenated in order, without separators. Windows do not overlap and are independent: each is one
     forward pass from position 0. If the tokenizer begins every text with a BOS token, so does every window. The tokens
     from index `measure.score_from` on are scored, each given all tokens before it in its window. It is at least 1,
-    since nothing precedes the first token.
+    since nothing precedes the first token. Tokens that the tokenizer puts before every text are not scored.
 
     `<name>_ppl` = exp(mean loss per scored token). Its standard error is over windows, by the delta method: value x
     standard error of the mean loss. `<name>_byte_ppl` = exp(summed loss / UTF-8 bytes of the scored text). Special
@@ -60,7 +60,7 @@ def text_perplexity(
 
     Raises BadInput if the documents do not fill two windows.
     """
-    ids_NT, first = text_windows(tokenizer, documents, measure), measure.score_from
+    ids_NT, first = text_windows(tokenizer, documents, measure), _first_scored(tokenizer, measure)
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
     losses_N = losses_NT[:, first - 1 :].sum(1, dtype=torch.float64).numpy()
     bytes_N = np.array([_bytes(tokenizer, row) - _bytes(tokenizer, row[:first]) for row in ids_NT.tolist()])
@@ -75,7 +75,7 @@ def worse_than_frequencies(
 ) -> str | None:
     """A sentence if a base's `perplexity`, of `text_perplexity` with these arguments, is above what the frequencies of
     the scored tokens give without any context; else None. Then the base has little to give to a linearized model."""
-    ids = text_windows(tokenizer, documents, measure)[:, measure.score_from :]
+    ids = text_windows(tokenizer, documents, measure)[:, _first_scored(tokenizer, measure) :]
     share = ids.unique(return_counts=True)[1].double() / ids.numel()
     known, value = math.exp(-(share * share.log()).sum().item()), perplexity["value"]
     if value is not None and value <= known:
@@ -110,7 +110,8 @@ def position_losses(
     measure = measure.at_most(max(half, FIRST_END))
     ids_NT = text_windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
-    begins = [1, *measure.ends]  # not 0, since nothing precedes the first token
+    first = max(1, len(text_prefix(tokenizer)))  # nothing precedes the first token; a prefix is given
+    begins = [first, *measure.ends]
     return {
         metric: mean_of_windows(losses_NT[:, begin - 1 : end - 1].mean(1, dtype=torch.float64))
         for metric, begin, end in zip(measure.metrics, begins, measure.ends)
@@ -170,7 +171,7 @@ def text_spans(documents: Sequence[Document], length: int, count: int, kind: str
 
 
 def begun(tokenizer: Any, rows_NT: np.ndarray) -> Tensor:
-    """The rows, each with the BOS token in front if the tokenizer adds one, int64 [N,T]."""
+    """The rows, each with the tokens in front that the tokenizer puts before every text, int64 [N,T]."""
     return _prefixed(text_prefix(tokenizer), rows_NT)
 
 
@@ -256,7 +257,7 @@ def window_losses(
 
 def text_stream(documents: Sequence[Document]) -> np.ndarray:
     """The concatenated tokens of the documents, without the BOS token that each document may begin with."""
-    parts = [document.ids[document.has_bos :] for document in documents]
+    parts = [document.ids[document.begin :] for document in documents]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
@@ -269,6 +270,10 @@ def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMea
     if windows < 2:
         raise BadInput(f"{KINDS[measure.source]}: {len(stream)} tokens do not fill two windows of {measure.window}")
     return _prefixed(prefix, stream[: windows * size].reshape(windows, size))
+
+
+def _first_scored(tokenizer: Any, measure: TextMeasure) -> int:
+    return max(measure.score_from, len(text_prefix(tokenizer)))
 
 
 def _prefixed(prefix: list[int], rows_NT: np.ndarray) -> Tensor:

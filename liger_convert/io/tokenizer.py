@@ -108,9 +108,10 @@ def split_word(tokenizer: Any) -> str | None:
 
 
 def text_prefix(tokenizer: Any) -> list[int]:
-    """The tokens that the tokenizer puts before every text: its BOS token, or nothing."""
-    ids = list(tokenizer("", add_special_tokens=True)["input_ids"])
-    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+    """The tokens that the tokenizer puts before every text: its BOS token, or nothing; those of GLM-4 put two."""
+    plain, ids = (list(tokenizer(PROBE, add_special_tokens=special)["input_ids"]) for special in (False, True))
+    starts = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
+    return ids[: next(starts, ids[:1] == [tokenizer.bos_token_id])]
 
 
 def closes_texts(tokenizer: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_config, tiny_tokenizer
+from tiny import closing_tokenizer, tiny_config, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy, one_hot
 from transformers import AutoModelForCausalLM, Gemma2Config
@@ -45,7 +45,7 @@ def document(ids: list[int]) -> Document:
 
 def documents(tokenizer: Any, *texts: str) -> list[Document]:
     plain = [document(tokenizer(text)["input_ids"]) for text in texts]
-    return [replace(one, has_bos=one.ids[:1].tolist() == text_prefix(tokenizer)) for one in plain]
+    return [replace(one, begin=len(text_prefix(tokenizer))) for one in plain]
 
 
 def with_bos(tokenizer: Any) -> Any:
@@ -150,6 +150,31 @@ def test_every_window_begins_as_the_tokenizer_begins_a_text(model: Any) -> None:
     assert found["text_ppl"]["n"] == 4
     assert found["text_ppl"]["value"] == pytest.approx(math.exp(np.mean(losses)))
     assert found["text_byte_ppl"]["value"] == pytest.approx(found["text_ppl"]["value"])
+
+
+def test_a_beginning_of_several_tokens_is_in_every_window_and_not_in_the_text(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    two = [("<pad>", 0), ("<s>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> <s> $A", special_tokens=two)
+    texts = documents(tokenizer, TEXT[:45], TEXT[45:])
+    stream = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    losses = [losses_by_hand(model, [0, 1, *stream[i : i + 20]])[1:] for i in range(0, 80, 20)]
+    found = text_perplexity(model, tokenizer, texts, TextMeasure(window=22), **OPTIONS)
+    assert found["text_ppl"]["value"] == pytest.approx(math.exp(np.mean(losses)))
+    assert found["text_byte_ppl"]["value"] == pytest.approx(found["text_ppl"]["value"])
+    copies = [losses_by_hand(model, [0, 1, *stream[i : i + 12] * 2])[-11:] for i in (0, len(stream) // 2)]
+    found = copy_loss(model, tokenizer, texts, CopyMeasure(length=12, draws=2), **OPTIONS)
+    assert found["copy_nll_12"]["value"] == pytest.approx(np.mean(copies))
+
+
+def test_a_token_behind_every_text_begins_no_window(model: Any) -> None:
+    """Not even where it is the same that begins a text."""
+    tokenizer = closing_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    stream = tokenizer(TEXT)["input_ids"]
+    losses = [losses_by_hand(model, stream[i : i + 20]) for i in range(0, 80, 20)]
+    found = text_perplexity(model, tokenizer, documents(tokenizer, TEXT), TextMeasure(window=20, windows=4), **OPTIONS)
+    assert found["text_ppl"]["value"] == pytest.approx(math.exp(np.mean(losses)))
 
 
 def test_the_copy_loss_is_the_mean_loss_of_the_repetition(model: Any) -> None:

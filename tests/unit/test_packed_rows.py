@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_tokenizer
+from tiny import closing_tokenizer, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from liger_convert.config.sources import FileSource
@@ -29,7 +30,7 @@ def documents(*sizes: int) -> list[Document]:
 def begun(docs: list[Document], bos: int) -> list[Document]:
     """The same documents behind a BOS token."""
     return [
-        Document(np.insert(d.ids, 0, bos).astype(np.int32), np.insert(d.loss, 0, False), d.text_bytes, has_bos=True)
+        Document(np.insert(d.ids, 0, bos).astype(np.int32), np.insert(d.loss, 0, False), d.text_bytes, begin=1)
         for d in docs
     ]
 
@@ -42,17 +43,25 @@ def test_documents_know_whether_they_begin_with_the_bos_token_of_the_tokenizer(t
     chat.write_text(json.dumps({"messages": turns}) + "\n")
     template = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 
-    def begins(tokenizer: Any) -> list[bool]:
+    def begins(tokenizer: Any) -> list[int]:
         sources = FileSource(path=str(text), held_out=0), FileSource(path=str(chat), format="messages", held_out=0)
-        return [load_source(source, tokenizer).train[0].has_bos for source in sources]
+        return [load_source(source, tokenizer).train[0].begin for source in sources]
 
     plain, adds = tiny_tokenizer(), tiny_tokenizer()
     plain.chat_template = adds.chat_template = template
-    assert begins(plain) == [False, False]
+    assert begins(plain) == [0, 0]
     adds.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    assert begins(adds) == [True, True]
+    assert begins(adds) == [1, 1]
     adds.chat_template = template.replace("<s>", "")
-    assert begins(adds) == [True, False]
+    assert begins(adds) == [1, 0]
+    two = [("<pad>", 0), ("<s>", 1)]
+    adds.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> <s> $A", special_tokens=two)
+    assert begins(adds) == [2, 0]
+    adds.bos_token = None
+    assert begins(adds) == [2, 0]
+    closes = closing_tokenizer()
+    closes.bos_token, closes.chat_template = "</s>", template
+    assert begins(closes) == [0, 0], "it is behind every text, not before it"
 
 
 def segments(item: dict[str, Any]) -> list[list[int]]:
@@ -166,6 +175,21 @@ def test_every_row_begins_with_the_bos_token_of_its_first_document(options: dict
                 text = docs[order[which]].ids[before:].tolist()[1 : len(ids_T)]
                 assert ids_T[1 : 1 + len(text)] == text
     assert continued > 20
+
+
+def test_every_row_begins_with_all_tokens_that_the_tokenizer_puts_before_a_text() -> None:
+    """Two for GLM-4; none of them is to be predicted where it stands in the place of a token of the text."""
+    docs = [replace(document, begin=2) for document in begun(begun(documents(40, 21, 30), 98), 97)]
+    for item in pack(docs, 16, tokens=16 * 40, concat_documents=True):
+        ids = item["input_ids"].tolist()
+        replaced = 2 if ids[:2] == [97, 98] else 1  # of a document's last token, only one can be
+        assert ids[0] == 97
+        assert item["labels"][:replaced].tolist() == replaced * [IGNORED]
+        assert item["labels"][replaced:].tolist() == ids[replaced:]
+    for item in pack(
+        [replace(d, begin=2) for d in begun(begun(documents(4000), 99_998), 99_997)], 64, copy_fraction=1.0
+    ):
+        assert (item["input_ids"] >= 99_997).tolist() == [True, True] + 62 * [False]
 
 
 def test_the_bos_token_is_neither_copied_nor_overwritten() -> None:
