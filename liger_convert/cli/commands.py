@@ -116,7 +116,7 @@ def convert_base(
     refuse_existing(out)
     trust = recipe.base_options.trust_remote_code
     with local_model(base, **base_options) as folder, show_progress("convert") as report:
-        plan = make_plan(recipe, checkpoint.load_config(folder, trust))
+        plan = make_plan(recipe, checkpoint.load_config(folder, trust), stored=checkpoint.stored_dtype(folder))
         checkpoint.load_tokenizer(folder, trust)  # every later command needs one that works
         for warning in wider_windows(plan):
             console.print(f"warning: {warning}", markup=False, soft_wrap=True)

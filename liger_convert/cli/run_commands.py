@@ -87,15 +87,17 @@ def plan(
     loaded = load(*chosen_recipe(recipe, base, set_ or ()))
 
     from liger_convert.eval import suites
-    from liger_convert.io.checkpoint import base_config, locate_base
+    from liger_convert.io.checkpoint import base_config, locate_base, stored_dtype
     from liger_convert.io.weight_scale import weight_scale
     from liger_convert.pipeline.plan import make_plan
     from liger_convert.pipeline.preflight import check_recipe
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
     folder = locate_base(loaded.base)  # None if the base is on the hub
-    scale = weight_scale(folder) if folder is not None and folder.is_dir() else None
-    made = make_plan(loaded, config, processes=gpus, scale=scale)
+    scale = stored = None
+    if folder is not None and folder.is_dir():
+        scale, stored = weight_scale(folder), stored_dtype(folder)
+    made = make_plan(loaded, config, processes=gpus, scale=scale, stored=stored)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite), gpus)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:

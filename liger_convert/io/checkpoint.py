@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -322,6 +324,24 @@ class Checkpoint:
             if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
                 raise BadInput(f"{info.file}: ends inside tensor {name}; download the file again")
         return tensor
+
+
+def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
+    """The dtype that takes up the most bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for info in infos:
+        sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The `main_dtype` of the weights in `folder`, which its config.json may leave out or get wrong. None if they are
+    quantized or missing, which others report."""
+    try:
+        infos = Checkpoint.open(folder).tensors.values()
+    except BadInput:
+        return None
+    return main_dtype(infos) if infos else None
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from liger_convert.io.checkpoint import (
     INDEX,
     TEMPLATES,
     Checkpoint,
-    TensorInfo,
     copy_companions,
     load_config,
+    main_dtype,
     require_tokenizer,
 )
 from liger_convert.io.checksums import SUMS
@@ -69,7 +68,7 @@ def convert_checkpoint(
     if config.tie_word_embeddings and {HEAD, EMBEDDINGS} <= checkpoint.tensors.keys():
         # transformers ties no weights that differ, whatever a config says, but vLLM would load just one of them
         config.tie_word_embeddings = _equal(checkpoint, HEAD, EMBEDDINGS)
-    config.dtype = _main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
+    config.dtype = main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
         new = Entry.of(new_state(config))
     shards = [*copied_shards(checkpoint, dtype, dropped), Shard(new, _new_data(config, seed), None)]
@@ -115,11 +114,3 @@ def _equal(checkpoint: Checkpoint, *names: str) -> bool:
     a, b = (checkpoint.tensors[name] for name in names)
     pairs = zip(checked_pieces(a), checked_pieces(b))
     return a.dtype == b.dtype and all(torch.equal(one, other) for one, other in pairs)
-
-
-def _main_dtype(infos: list[TensorInfo]) -> torch.dtype:
-    """The dtype that takes up the most bytes."""
-    sizes: Counter[torch.dtype] = Counter()
-    for info in infos:
-        sizes[info.dtype] += info.nbytes
-    return sizes.most_common(1)[0][0]

@@ -232,12 +232,20 @@ def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     return device, compute_dtype(device, recipe.precision)
 
 
-def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *, scale: float | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    base_config: Any,
+    processes: int | None = None,
+    *,
+    scale: float | None = None,
+    stored: torch.dtype | None = None,
+) -> Plan:
     """The plan of `recipe` for the base with this config.
 
     processes: the memory of stages is that of each of this many processes (None: as few as the recipe allows). `adapt`
     makes the changes that it would make for one process, so that training does not depend on the number. scale: of the
-    base's weights (`io.weight_scale`), by which `adapt` sets the rates of adapters; None if it is not known.
+    base's weights (`io.weight_scale`), by which `adapt` sets the rates of adapters; None if it is not known. stored:
+    their dtype (`checkpoint.stored_dtype`); None takes what the config says.
 
     Raises BadInput for a base that cannot be linearized, unknown mixers or options, layers that do not fit the base,
     and rows of a stage that the processes cannot share.
@@ -255,7 +263,8 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
     with torch.device("meta"):
         new = {name: tuple(tensor.shape) for name, tensor in new_state(config).items()}
     reused = {name: tuple(p.shape) for name, p in meta_model(base_config).named_parameters()}
-    dtype = recipe.export.dtype if recipe.export.dtype != "auto" else _dtype_name(base_config)
+    of_base = str(stored or base_config.dtype or torch.float32).removeprefix("torch.")
+    dtype = recipe.export.dtype if recipe.export.dtype != "auto" else of_base
     itemsize = getattr(torch, dtype).itemsize
     dims = head_dims(base_config)
     device, compute = computes_in(recipe)
@@ -294,7 +303,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None, *,
                 weights,
                 [stage.trained for stage in stages],
                 [stage.started for stage in stages],
-                _dtype_name(base_config),
+                of_base,
                 dtype,
                 hidden_size=base_config.hidden_size,
                 linear=len(linear),
@@ -445,11 +454,6 @@ def _shares(sources: Mapping[str, float]) -> str:
 
 def _tokens(count: int) -> str:
     return f"{count:,}" if count % 1024 else f"{count // 1024}K"
-
-
-def _dtype_name(config: Any) -> str:
-    dtype = config.dtype or torch.float32
-    return str(dtype).removeprefix("torch.")
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -148,7 +148,7 @@ class RunSteps:
         return self.recipe.with_stages(self._planned.recipe_stages if recorded is None else recorded)
 
     def _make_plan(self, recipe: Recipe, number: int | None = None) -> Plan:
-        return make_plan(recipe, self._base_config, number, scale=self._scale)
+        return make_plan(recipe, self._base_config, number, scale=self._scale, stored=self._stored)
 
     @property
     def _base_config(self) -> Any:
@@ -157,6 +157,10 @@ class RunSteps:
     @functools.cached_property
     def _scale(self) -> float | None:
         return weight_scale(self._base_folder)
+
+    @functools.cached_property
+    def _stored(self) -> Any:
+        return checkpoint.stored_dtype(self._base_folder)
 
     def _written(self, *sources: str | None) -> tuple[str, ...]:
         """The steps that generate those of the sources that the base writes."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from deaths import exit_code_of
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
 
 from liger_convert.cli import main
@@ -428,6 +429,27 @@ def test_a_base_whose_config_asks_for_further_outputs_is_converted_and_measured_
     assert main.main(["generate", f"{out}/export", "--prompt", "green", "--max-new-tokens", "2"]) == 0
     exported = json.loads((tmp_path / "out/export/config.json").read_text())
     assert not any(exported.get(name) == value for name, value in asked.items())
+
+
+@pytest.mark.parametrize(("stored", "said"), [("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_an_export_keeps_the_dtype_of_the_bases_weights_whatever_its_config_says(
+    home: Path, tmp_path: Path, capsys, stored: str, said: str | None
+) -> None:
+    base = save_tiny_base("llama", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: t.to(getattr(torch, stored)) for name, t in weights.items()}, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"dtype": said}))
+    recipe = RECIPE | {"stages": [], "base": str(base), "eval": {"suite": str(home / "suite.yaml"), "text": "text"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = [str(tmp_path / "recipe.yaml"), "--json"]
+    assert main.main(["plan", *words]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["dtype"] == stored
+    assert main.main(["run", words[0], "--out", str(tmp_path / "out")]) == 0
+    files = (tmp_path / "out/export").glob("*.safetensors")
+    written = {name: t.dtype for file in files for name, t in load_file(file).items() if ".mixer." not in name}
+    assert set(written.values()) == {getattr(torch, stored)}
 
 
 def test_a_run_keeps_its_steps_when_told_to(home, finished):
