@@ -159,6 +159,28 @@ def check_documents(
     return warnings
 
 
+def _check_measured(recipe: Recipe, suite: Suite, documents: Callable[[str], Documents]) -> list[str]:
+    """A warning for each text whose measured documents are also trained on, from another source. Within a source, equal
+    texts are kept out of the training."""
+    warnings, measured = [], {}
+    trained = [name for name in recipe.trained_on if name not in recipe.teachers]
+    if recipe.eval.text is not None and suite.needs_held_out(has_other=recipe.other_source is not None):
+        measured["eval.text"] = recipe.eval.text
+    if recipe.eval.other_text is not None and suite.needs_other:
+        measured["eval.other_text"] = recipe.eval.other_text
+    for field, name in measured.items():
+        if name in recipe.teachers:
+            continue
+        read = documents(name)
+        keys = [d.ids.tobytes() for d in (read.held_out if field == "eval.text" else [*read.train, *read.held_out])]
+        for other in [source for source in trained if source != name]:
+            both = set(keys).intersection(document.ids.tobytes() for document in documents(other).train)
+            if again := sum(key in both for key in keys):
+                told = f"{again:,} of the {len(keys):,} documents of {name} that are measured are also in {other}"
+                warnings.append(f"{field}: {told}, which is trained on; take them out of one of the two")
+    return warnings
+
+
 def _share_of(token: int, documents: Sequence[Document]) -> float:
     """The fraction of the documents' tokens that are `token`."""
     tokens = sum(len(document.ids) for document in documents)
@@ -375,5 +397,6 @@ def check(
     check_disk(plan, out, keep_steps=keep_steps)
     warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
     warnings += check_documents(recipe, plan, documents, _unknown_token(tokenizer))
+    warnings += _check_measured(recipe, suite, documents)
     check_tasks(suite, config, tokenizer, data_dir, recipe.eval.limit, report)
     return warnings

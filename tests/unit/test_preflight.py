@@ -240,6 +240,26 @@ def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
     assert warning.endswith("data.text: 2 of 32 rows have no text")
 
 
+def test_documents_that_are_trained_on_and_measured_are_told(home: Path, capsys: Any) -> None:
+    rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
+    lines(home / "mine.jsonl", [{"text": f"{row['text']} Pass it around. "} for row in rows])
+    (home / "other.yaml").write_text("description: x\ntext: [{source: other, window: 32, windows: 2}]\n")
+    mine = ["data.mine={source: file, path: mine.jsonl, validation: new.jsonl}", "eval.text=mine"]
+    other = ["data.new={source: file, path: new.jsonl}", "eval.other_text=new", "eval.suite=other.yaml"]
+    new = [{"text": f"{row['text']} And so on. "} for row in rows]
+    for field, name, overrides in (("text", "mine", mine), ("other_text", "new", other)):
+        lines(home / "new.jsonl", new)
+        assert warned(words(*overrides), capsys) == []
+        lines(home / "new.jsonl", new + rows)
+        shutil.rmtree(home / "out")
+        told = f"of the 60 documents of {name} that are measured are also in text, which is trained on"
+        (warning,) = warned(words(*overrides), capsys)
+        found = re.fullmatch(f"warning: eval.{field}: (.*) {told}; take them out of one of the two", warning)
+        assert found is not None
+        assert 15 < int(found[1]) < 30, "those of text that are not held out"
+        shutil.rmtree(home / "out")
+
+
 def test_tools_that_the_chat_template_does_not_show_are_told(home: Path, capsys: Any) -> None:
     chat = [{"role": "user", "content": "Count to nine. " * 9}, {"role": "assistant", "content": "one two three " * 9}]
     lines(home / "chat.jsonl", [{"messages": chat, "tools": [{"name": "count"}]}] * 30)
