@@ -266,6 +266,9 @@ def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMea
     the tokenizer adds one. Raises BadInput if there are fewer than two."""
     prefix = text_prefix(tokenizer)
     stream, size = text_stream(documents), measure.window - len(prefix)
+    if size < 1:
+        what = f"the {len(prefix)} tokens that begin every text leave no room in a window of {measure.window}"
+        raise BadInput(f"{KINDS[measure.source]}: {what}; measure longer ones")
     windows = min(measure.windows, len(stream) // size)
     if windows < 2:
         raise BadInput(f"{KINDS[measure.source]}: {len(stream)} tokens do not fill two windows of {measure.window}")

@@ -165,6 +165,8 @@ def test_a_beginning_of_several_tokens_is_in_every_window_and_not_in_the_text(mo
     copies = [losses_by_hand(model, [0, 1, *stream[i : i + 12] * 2])[-11:] for i in (0, len(stream) // 2)]
     found = copy_loss(model, tokenizer, texts, CopyMeasure(length=12, draws=2), **OPTIONS)
     assert found["copy_nll_12"]["value"] == pytest.approx(np.mean(copies))
+    with pytest.raises(BadInput, match="the 2 tokens that begin every text leave no room in a window of 2"):
+        text_perplexity(model, tokenizer, texts, TextMeasure(window=2), **OPTIONS)
 
 
 def test_a_token_behind_every_text_begins_no_window(model: Any) -> None:
