@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import threading
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -436,14 +433,6 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused(
             refused(words(), capsys, "of disk at its peak, but only ", "are free; free some space")
 
 
-def size(path: Path) -> int:
-    """The size of a file, or 0 if it has just been removed."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
 def test_a_source_of_a_mix_that_is_read_over_and_over_is_a_warning(home: Path, capsys: Any) -> None:
     lines(home / "few.jsonl", [{"text": "x" * 40}])
     few = "data.few={source: file, path: few.jsonl}"
@@ -460,50 +449,3 @@ def test_a_mix_needs_one_source_that_leaves_the_window(home: Path, capsys: Any) 
     said = "stages[0].data: documents of short and shorter, of at most 6 tokens, never reach beyond the window"
     refused(words(*both, "stages[0].data={short: 0.5, shorter: 0.5}", "stages[0].tokens=128"), capsys, said)
     assert warned(words(*both, "stages[0].data={short: 0.5, text: 0.5}", "stages[0].tokens=128"), capsys) == []
-
-
-class Sampler(threading.Thread):
-    """The largest number of bytes below a folder at any time, found by checking repeatedly."""
-
-    def __init__(self, folder: Path):
-        super().__init__(daemon=True)
-        self.folder, self.most, self.over = folder, 0, False
-
-    def run(self) -> None:
-        while not self.over:
-            files = (Path(where, name) for where, _, names in os.walk(self.folder) for name in names)
-            self.most = max(self.most, sum(map(size, files)))
-            time.sleep(0.002)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
-def test_the_disk_that_a_run_takes_is_what_the_plan_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 2000}
-    save_tiny_base("llama", tmp_path / "base", **sizes)
-    lines(
-        tmp_path / "text.jsonl",
-        [{"text": f"{i} bottles of beer on the wall. Take one down, pass it on."} for i in range(60)],
-    )
-    (tmp_path / "suite.yaml").write_text(SUITE)
-    rates = (
-        {"mixer": 1e-3, "lora": 1e-3} if lora else {"mixer": 1e-3, "attention": 1e-4, "body": 1e-4, "embeddings": 1e-5}
-    )
-    stages = [
-        STAGE | {"kind": "align", "save_every": 2},
-        STAGE
-        | {"kind": "finetune", "loss_on": "all", "save_every": 2, "learning_rates": rates}
-        | ({"lora": {}} if lora else {}),
-    ]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"stages": stages}))
-    planned = make_plan(load("recipe.yaml"), checkpoint.load_config(tmp_path / "base")).disk_peak
-    sampler = Sampler(tmp_path / "out")
-    sampler.start()
-    assert main.main(words()) == 0
-    sampler.over = True
-    sampler.join()
-    print(f"planned {planned:,}, seen {sampler.most:,}")
-    assert sampler.most == pytest.approx(planned, rel=0.05)
