@@ -33,8 +33,9 @@ def check_base(config: Any) -> None:
 def check_settings(config: Any) -> None:
     """Raises BadInput for settings of a supported family's config that are no causal decoder's or contradict another.
 
-    These are a window that its layers ignore, but not its cache, sliding layers without the size of their window, and
-    queries that are to be scaled by numbers that are missing.
+    These are a window that its layers ignore, but not its cache, sliding layers without the size of their window, a
+    head size that attention ignores, but not its rotary embedding, and queries that are to be scaled by numbers that
+    are missing.
     """
     declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", ())}
     for name in ("sliding_window", "layer_types"):
@@ -47,6 +48,12 @@ def check_settings(config: Any) -> None:
         why = "use_sliding_window is false" if unused else "sliding_window is null"
         raise BadInput(
             f"config.json: layer_types has {SLIDING}, but {why}; give a size, or make these layers full_attention"
+        )
+    divided = config.hidden_size // config.num_attention_heads
+    if family_of(config).divides_heads and head_dim(config) != divided:
+        what = f"{head_dim(config)}, but {config.model_type} computes with {divided}, hidden_size / num_attention_heads"
+        raise BadInput(
+            f"config.json: head_dim is {what}, and transformers would rotate too many or too few channels; remove it"
         )
     scaled_by = ("llama_4_scaling_beta", "original_max_position_embeddings") if family_of(config).position_scale else ()
     for name in scaled_by:

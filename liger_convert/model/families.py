@@ -32,6 +32,7 @@ class Family:
     `position_scale`: queries are scaled with their position, by the config's `llama_4_scaling_beta`.
     `output_dropout`: attention applies dropout to its output in training, with rate `residual_dropout`.
     `passes_kwargs`: the decoder layer passes extra keyword arguments on to attention.
+    `divides_heads`: the size of a head is `hidden_size` divided by the number of heads, whatever `head_dim` says.
     """
 
     model_type: str
@@ -43,6 +44,7 @@ class Family:
     position_scale: bool = False
     output_dropout: bool = False
     passes_kwargs: bool = True
+    divides_heads: bool = False
 
     @property
     def fused(self) -> bool:
@@ -68,7 +70,7 @@ FAMILIES = {
         Family("smollm3"),
         Family("granite"),
         Family("starcoder2", output_dropout=True),
-        Family("stablelm", qk_norm="each_head", rotary="split_halves", passes_kwargs=False),
+        Family("stablelm", qk_norm="each_head", rotary="split_halves", passes_kwargs=False, divides_heads=True),
         Family("mixtral", moe=True),
         Family("qwen3_moe", qk_norm="head", moe=True),
         Family("olmoe", qk_norm="flat", moe=True),

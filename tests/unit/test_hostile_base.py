@@ -145,6 +145,14 @@ CONFIGS = [
         "config.json: is_encoder_decoder is true, but a decoder alone",
         after(configured({"is_encoder_decoder": True}), World.convert),
     ),
+    *(
+        case(
+            f"a head size that attention ignores, for {command.__name__}",
+            "config.json: head_dim is 16, but stablelm computes with 8, hidden_size / num_attention_heads",
+            after(lambda w: save_tiny_base("stablelm", w.base, head_dim=16), command),
+        )
+        for command in (World.run, World.convert, generate)
+    ),
     case("no hidden size", "hidden_size should be from", config(hidden_size=0)),
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
     case("a string for a size", 'intermediate_size should be a whole number, not "48"', config(intermediate_size="48")),
