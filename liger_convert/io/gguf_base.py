@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from liger_convert.io import gguf_fields, gguf_header
+from liger_convert.io import gguf_fields, gguf_header, gguf_tokenizer
 from liger_convert.io.config_sizes import check_rotary, check_sizes
 from liger_convert.io.files import atomic_dir
 from liger_convert.io.gguf_header import Header
@@ -21,8 +21,6 @@ from liger_convert.io.tokenizer import split_word
 from liger_convert.utils.errors import BadInput, refusing
 
 EXPERTS = ("num_experts", "num_local_experts")  # one of these is in the config of a model with experts
-# llama.cpp's names of pre-tokenizers that isolate digits before GPT-2's split. transformers uses only the plain split.
-SINGLE_DIGIT_VOCABULARIES = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
 def is_gguf(path: Path) -> bool:
@@ -76,6 +74,7 @@ def _described(headers: list[Header]) -> Iterator[tuple[Any, Any]]:
         if first.vocabulary is not None:
             config.vocab_size = first.vocabulary
         gguf_fields.complete(config, reader, first.path)
+        gguf_tokenizer.check(first)
         check_sizes(config.to_dict(), f"base: {first.path}")
         check_rotary(config.to_dict(), f"base: {first.path}")
         yield config, reader
@@ -170,10 +169,9 @@ def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
     """Converts the single .gguf file `file` with transformers' reader. headers: of the files that it was joined from,
     or just of `file`."""
     import transformers
-    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM
 
-    given, vocabulary = headers[0].path, headers[0].texts.get("tokenizer.ggml.pre")
+    given = headers[0].path
     with _errors(given), _described(headers) as (config, reader):
         stored = sum(int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith(ROTARY))
         # a bare name would be looked up in the working directory first
@@ -182,6 +180,7 @@ def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
         options["ignore_mismatched_sizes"] = True
         with refusing(f"base: {given}: a field tokenizer.ggml of its tokenizer is missing or wrong"):
             tokenizer = _tokenizer(file, reader)
+            gguf_tokenizer.complete(tokenizer, headers[0])
         if (word := split_word(tokenizer)) is not None:  # as of Gemma's files in 5.17
             version = f"transformers {transformers.__version__}"
             what = f"makes a tokenizer that splits words of its vocabulary, such as {word!r}"
@@ -203,9 +202,8 @@ def _write_joined(file: Path, headers: list[Header], out: Path) -> Path:
         raise BadInput(f"base: {given}: {what}; {gguf_fields.WAY}")
     if not all(torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in model.state_dict().values()):
         raise BadInput(f"base: {_not_finite(headers)} contains NaN or infinity; the file is damaged")
-    if vocabulary in SINGLE_DIGIT_VOCABULARIES:
-        splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    if len(ends := gguf_tokenizer.ends(tokenizer, headers[0], config.vocab_size)) > 1:
+        model.generation_config.eos_token_id = ends
     # the weights are dequantized by now, but transformers still considers the model GGUF and would refuse to save it
     model.hf_quantizer = None
     model.is_quantized = False

@@ -25,14 +25,17 @@ def write_gguf(
     fields: dict[str, int | float | str] | None = None,
     factors: np.ndarray | None = None,
     words: tuple[str, ...] = (),
+    control: tuple[str, ...] = (),
     architecture: str | None = None,
+    template: str = CHAT_TEMPLATE,
 ) -> dict[str, np.ndarray]:
     """Writes `model`, a tiny llama, qwen3 or phi3: under its own names, a llama's rows of q and k in pairs for rotary.
 
     without: the name of a tensor that is left out. kind: what matrices are stored as; None: as they are. parts: into
     how many files, named after `path`. fields: more numbers and words of the header. factors: what the rotary's
-    frequencies are divided by. words: more tokens, of which no merge makes one. architecture: what the header calls
-    it, if not by the family. Returns the bytes of the matrices by the model's names.
+    frequencies are divided by. words: more tokens, of which no merge makes one. control: more, of the control type.
+    architecture: what the header calls it, if not by the family. template: for chats. Returns the bytes of the matrices
+    by the model's names.
     """
     every: Any = model.config
     family = every.model_type
@@ -51,10 +54,10 @@ def write_gguf(
         file = path if parts == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf")
         writer = gguf.GGUFWriter(file, architecture or family)
         if number == 0:
-            _write_fields(writer, every, vocabulary, words)
+            _write_fields(writer, every, vocabulary, words, control, template)
             for name, value in (fields or {}).items():
                 adds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-                adds[type(value)](name, value)
+                (adds | {bool: writer.add_bool})[type(value)](name, value)
             if factors is not None:
                 tensors.append(("rope_freqs.weight", factors, None))
         if parts > 1:
@@ -80,7 +83,14 @@ def quantized(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
         return np.random.default_rng(0).integers(0, 16, (tensor.shape[0], bytes_per_row), dtype=np.uint8)
 
 
-def _write_fields(writer: gguf.GGUFWriter, config: Any, vocabulary: str, words: tuple[str, ...]) -> None:
+def _write_fields(
+    writer: gguf.GGUFWriter,
+    config: Any,
+    vocabulary: str,
+    words: tuple[str, ...],
+    control: tuple[str, ...],
+    template: str,
+) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -95,10 +105,10 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, vocabulary: str, words: 
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocabulary)
-    tokens = [chr(c) for c in range(33, 127)] + ["12", "Ġ", "Ċ", "<s>", "</s>", "Ġa", "ab", *words]
+    tokens = [chr(c) for c in range(33, 127)] + ["12", "Ġ", "Ċ", "<s>", "</s>", "Ġa", "ab", *words, *control]
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
+    writer.add_token_types([3 if token in ("<s>", "</s>", *control) else 1 for token in tokens])
     writer.add_token_merges(["1 2", "Ġ a", "a b"])
     writer.add_bos_token_id(tokens.index("<s>"))
     writer.add_eos_token_id(tokens.index("</s>"))
-    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.add_chat_template(template)
