@@ -37,7 +37,7 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     free = free_memory(device)
     size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     if free is None or size + taken <= share * free or taken > share * free:
-        return model.to(device).eval()
+        return move(model, device)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     gpus = [device] if taken else gpus_for(device)
@@ -63,6 +63,19 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     for note in _notes(model, places, gpus, free, size):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     return model
+
+
+def move(model: Any, device: torch.device) -> Any:
+    """Moves all of `model` to `device`, in eval mode. On a CPU, the weights of LayerNorms become float32.
+
+    torch has no LayerNorm on a CPU whose weights have 16 bits and another dtype than its inputs. Under autocast,
+    float16 weights have such inputs: their embeddings and products in bfloat16 add up to float32.
+    """
+    if device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.float()
+    return model.to(device).eval()
 
 
 def place_both(first: Any, second: Any, device: torch.device) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ from liger_convert.mixers import SOFTMAX
 from liger_convert.model import linear_layers
 from liger_convert.model.bases import context_length
 from liger_convert.model.loading import linearize_base, load_pretrained
-from liger_convert.model.placing import place_both
+from liger_convert.model.placing import move, place_both
 from liger_convert.pipeline.plan import Plan
 from liger_convert.training.calibrate import calibrate
 from liger_convert.training.losses import kl_divergence, next_tokens
@@ -251,7 +251,7 @@ def make_switch(
     weights = weight_dtype(device, recipe.precision)
     base = load_pretrained(base_dir, dtype=weights)
     model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights)
-    base, model = (base.to(device), model.to(device).eval()) if trains else place_both(base, model, device)
+    base, model = (move(base, device), move(model, device)) if trains else place_both(base, model, device)
     rows = pack(documents, 2 * length, max(CALIBRATION_TOKENS, 2 * length), recipe.seed)
     batch = collate([rows[i] for i in range(len(rows))])
     with autocast(device, dtype):

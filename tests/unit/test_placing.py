@@ -46,6 +46,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     return placed
 
 
+@pytest.mark.parametrize("family", ["stablelm", "starcoder2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_run_under_autocast_on_a_cpu(family: str, dtype: torch.dtype) -> None:
+    tokens = TOKENS[:, :20]  # as many as every window sees
+    expected = logits(load_pretrained(base_folder(family), dtype=torch.float32), tokens)
+    for layers in (["softmax"] * 3, ["main"] * 3):
+        model = linearize_base(base_folder(family), linearization(layers, window=32), dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = logits(place(model, DEVICE), tokens).float()
+        assert (found - expected).norm() < 0.1 * expected.norm()
+
+
 def model_of(family: str, mixer: str) -> Any:
     return build(family, ["main", "softmax", "main"], type=mixer, window=5)
 
