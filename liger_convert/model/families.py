@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from liger_convert.utils.errors import BadInput, did_you_mean
+from liger_convert.utils.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,8 @@ def family_of(config: Any) -> Family:
     model_type = str(getattr(config, "model_type", None))
     name = model_type.removeprefix(PREFIX)
     if name not in FAMILIES:
-        hint = did_you_mean(name, FAMILIES)
         known = ", ".join(FAMILIES)
-        raise BadInput(f"config.json: model_type {model_type!r} is not supported{hint}; supported: {known}")
+        raise BadInput(f"config.json: model_type {model_type!r} is not supported; supported: {known}")
     return FAMILIES[name]
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 from transformers.cache_utils import DynamicLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.config.recipe import load
 from liger_convert.eval import suites
@@ -377,11 +378,12 @@ def test_the_plan_is_plain_json():
     ("config", "says"),
     [
         (GPT2Config(), "model_type 'gpt2' is not supported"),
+        (CONFIG_MAPPING["granitemoe"](), "model_type 'granitemoe' is not supported; supported:"),  # it is no granite
         (tiny_config("llama", quantization_config={"quant_method": "gptq"}), "says it is quantized"),
         (tiny_config("llama", pad_token_id=500), "no llama can be built from it"),
         (linearized_config(tiny_config("llama"), {"layers": []}), "'linearized_llama' is linearized already"),
     ],
-    ids=["family", "quantized", "impossible", "linearized"],
+    ids=["family", "similar family", "quantized", "impossible", "linearized"],
 )
 def test_a_base_that_cannot_be_linearized_is_refused(config, says):
     with pytest.raises(BadInput, match=says):
