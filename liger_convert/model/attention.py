@@ -20,7 +20,7 @@ from liger_convert.mixers import build_mixer, make_spec
 from liger_convert.mixers.base import QKV, Branches, HeadDims, extend, window_metadata
 from liger_convert.mixers.window_attention import WindowInputs
 from liger_convert.model.cache import LinearizedCacheLayer
-from liger_convert.model.families import family_of, head_dim, own_windows, position_scale, project_qkv
+from liger_convert.model.families import family_of, head_dim, own_windows, position_scale, project_qkv, rotates
 from liger_convert.model.sequence import SequenceMetadata, Sinks, WindowMetadata
 
 MIXER_MODULE = "mixer"
@@ -54,7 +54,7 @@ class LinearizedAttention(nn.Module):
         self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         resolved = config.linearization["mixers"][config.linearization["layers"][layer_idx]]
         self.spec = make_spec(resolved)
-        self.rotates: bool = getattr(attention, "use_rope", True) and self.spec.rotates
+        self.rotates: bool = rotates(self.family, attention, self.base_window) and self.spec.rotates
         self.add_module(MIXER_MODULE, build_mixer(resolved, self.dims))
         self.branches: Branches = "both"
 

@@ -22,12 +22,14 @@ class Family:
 
     `projections`: names of its linear layers, the output projection last. With two names the input projection is fused:
     its output is q, k and v concatenated.
-    `qk_norm`: queries and keys are normalized per head by one shared norm (`head`), per head by each head's own norm
-    (`each_head`, if the config enables it), over the flat projection before the split into heads (`flat`), or not at
-    all (`none`).
+    `qk_norm`: queries and keys are normalized per head by `q_norm` and `k_norm` (`head`) or by `q_layernorm` and
+    `k_layernorm` (`each_head`), over the flat projection before the split into heads (`flat`), or not at all (`none`).
+    Modules that the config does not enable are left out.
     `rotary`: which channels the module's `apply_rotary_pos_emb` pairs. `halves`: channel c with c + C / 2 of C rotated
     channels. `pairs`: channel 2c with 2c + 1. `split_halves`: as `halves`, but attention itself splits off the first C
     channels and rotates only those.
+    `rotary_in`: which layers have rotary: all but those with `use_rope: false` (`all`), those with a sliding window
+    (`sliding`), or these if the config has a sliding window, and all otherwise (`sliding_if_any`).
     `softcap`: attention softcaps its logits with `attn_logit_softcapping`.
     `position_scale`: queries are scaled with their position, by the config's `llama_4_scaling_beta`.
     `output_dropout`: attention applies dropout to its output in training, with rate `residual_dropout`.
@@ -40,6 +42,7 @@ class Family:
     qk_norm: Literal["none", "head", "each_head", "flat"] = "none"
     moe: bool = False
     rotary: Literal["halves", "pairs", "split_halves"] = "halves"
+    rotary_in: Literal["all", "sliding", "sliding_if_any"] = "all"
     softcap: bool = False
     position_scale: bool = False
     output_dropout: bool = False
@@ -64,7 +67,18 @@ FAMILIES = {
         Family("gemma"),
         Family("gemma2", softcap=True),
         Family("gemma3_text", qk_norm="head"),
+        Family("glm", rotary="pairs"),
         Family("glm4", rotary="pairs"),
+        Family("cohere", qk_norm="head", rotary="pairs"),
+        Family("cohere2", rotary="pairs", rotary_in="sliding"),
+        Family("exaone4", qk_norm="head", rotary_in="sliding_if_any"),
+        Family("ernie4_5", rotary="pairs"),
+        Family("helium", rotary="pairs"),
+        Family("apertus", qk_norm="head"),
+        Family("arcee"),
+        Family("seed_oss", output_dropout=True),
+        Family("nemotron", passes_kwargs=False),
+        Family("olmo"),
         Family("olmo2", qk_norm="flat"),
         Family("olmo3", qk_norm="flat"),
         Family("smollm3"),
@@ -108,6 +122,13 @@ def sliding_layers(windows: Sequence[int | None]) -> list[int]:
     return [] if None not in windows else [i for i, window in enumerate(windows) if window is not None]
 
 
+def rotates(family: Family, attention: Any, window: int | None) -> bool:
+    """Whether a layer of the base has rotary. attention: its own module. window: its own sliding window, if any."""
+    if family.rotary_in == "sliding_if_any":
+        return window is not None or attention.sliding_window is None
+    return window is not None if family.rotary_in == "sliding" else getattr(attention, "use_rope", True)
+
+
 def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:
     """Queries [B,T,H,D], keys and values [B,T,G,D] before rotary, from the family's own modules (adapters included).
 
@@ -125,7 +146,7 @@ def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: 
     if attention.clip is not None:
         q, k, v = (t.clamp(-attention.clip, attention.clip) for t in (q, k, v))
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
-    if family.qk_norm == "head":
+    if family.qk_norm == "head" and hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
     elif family.qk_norm == "each_head" and hasattr(attention, "q_layernorm"):
         q, k = attention.q_layernorm(q.transpose(1, 2)), attention.k_layernorm(k.transpose(1, 2))

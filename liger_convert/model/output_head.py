@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 class OutputHead:
     """logits = bounded(hidden weight^T + bias), as the families' causal language models compute them.
 
-    weight_VC: may be tied to the embeddings. scaling: divides the logits (`logits_scaling`). softcap: replaces logits
-    by softcap tanh(logits / softcap) (`final_logit_softcapping`); None disables it.
+    weight_VC: may be tied to the embeddings. scaling: divides the logits (`logits_scaling`, or 1 / `logit_scale`).
+    softcap: replaces logits by softcap tanh(logits / softcap) (`final_logit_softcapping`); None disables it.
     """
 
     weight_VC: Tensor
@@ -39,8 +39,8 @@ class OutputHead:
         plain = type(linear) is nn.Linear and "forward" not in vars(linear)
         if not plain or linear._forward_hooks or linear._forward_pre_hooks or isinstance(linear.weight, DTensor):
             return None
-        scaling = getattr(model.config, "logits_scaling", 1.0)
-        return cls(linear.weight, linear.bias, scaling, getattr(model.config, "final_logit_softcapping", None))
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        return cls(linear.weight, linear.bias, logits_divisor(model.config), softcap)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """[N,V], in autocast's dtype if that is active, else in the weights' dtype."""
@@ -53,6 +53,12 @@ class OutputHead:
         if self.softcap is not None:
             product_NV = torch.tanh(product_NV / self.softcap) * self.softcap
         return product_NV
+
+
+def logits_divisor(config: Any) -> float:
+    """What a model of this config divides its logits by: Granite's `logits_scaling`, or 1 / `logit_scale` of Cohere."""
+    divisor: float = getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0)
+    return divisor
 
 
 # Hidden states [N,C] and their head, or logits [N,V] and None -> a loss.

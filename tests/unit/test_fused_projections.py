@@ -19,7 +19,8 @@ from liger_convert.model.fused_modules import with_forwards
 from liger_convert.model.fused_projections import JointProjections, fused_projections
 
 NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-OTHER_FEED_FORWARDS = {"gemma", "gemma2", "gemma3_text", "starcoder2"}  # GELU, or no gate
+# GELU, squared ReLU or xIELU, no gate, or a bias
+OTHER_FEED_FORWARDS = {"gemma", "gemma2", "gemma3_text", "starcoder2", "nemotron", "arcee", "apertus", "ernie4_5"}
 
 
 @pytest.fixture
