@@ -67,6 +67,8 @@ def written(
             most = 4 * (count + start) + max(hidden + min(saved, KEPT + 1) * one // linear, result)
         else:
             most = 4 * start + max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
+        if recipe.when_worse == "go_back" and stage.kind != "align":  # trained again, beside the first result
+            most += result
         steps.append(Written(name, most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))
     steps.append(Written(EXPORT, exported, exported, None))

@@ -272,10 +272,11 @@ def test_variants_of_adapters_take_what_they_keep():
     """dora keeps a magnitude for each output of a projection, and both parts of its output for each token. pissa keeps
     its initial adapters on the disk, next to the checkpoints."""
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"lora": 1e-4}, "batch_size": 2}
-    made = {
-        variant: plan(stages=[stage | {"lora": {"variant": variant, "targets": "linearized"}}], layers="LN")
-        for variant in ("lora", "rslora", "dora", "pissa")
-    }
+
+    def of_variant(name: str, **changes: Any) -> Any:
+        return plan(stages=[stage | {"lora": {"variant": name, "targets": "linearized"}}], layers="LN", **changes)
+
+    made = {variant: of_variant(variant, when_worse="warn") for variant in ("lora", "rslora", "dora", "pissa")}
     lora, rslora, dora, pissa = (made[variant].stages[0] for variant in made)
     assert lora == rslora
     outputs = made["lora"].layers.count("main") * (32 + 16 + 16 + 32 + 48 + 48 + 32)
@@ -289,6 +290,8 @@ def test_variants_of_adapters_take_what_they_keep():
     disk = {variant: plan.disk_bytes["1-distill"] for variant, plan in made.items()}
     assert disk["pissa"] == disk["lora"] + 4 * lora.trained  # at the peak, of three checkpoints; the result comes later
     assert disk["dora"] > disk["lora"]
+    # a stage that made the model worse is trained again beside its first result
+    assert of_variant("pissa").disk_bytes["1-distill"] == disk["pissa"] + 4 * (pissa.trained + pissa.started)
 
 
 def test_a_stage_counts_the_tokens_of_whole_steps_and_the_groups_with_a_rate():
