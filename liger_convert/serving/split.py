@@ -36,6 +36,9 @@ def check_split(config: Any, processes: int) -> None:
     if styles != ["colwise"] * 3 + ["rowwise"]:
         kind = config.model_type.removeprefix(PREFIX)
         raise BadInput(f"{where} splits layers by heads, which the projections of {kind} models do not allow; use 1")
+    if getattr(config, "use_qk_norm", False):  # Cohere's, whose norms have a weight for each head
+        kind = config.model_type.removeprefix(PREFIX)
+        raise BadInput(f"{where} splits layers by heads, which the norms of {kind} (use_qk_norm) do not allow; use 1")
     if head_dims(config).kv_heads % processes:
         heads = head_dims(config).kv_heads
         raise BadInput(f"{where} does not divide the {heads} key-value heads of this model; use a divisor of {heads}")
