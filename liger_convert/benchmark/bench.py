@@ -47,6 +47,7 @@ from liger_convert.utils.progress import Report
 
 BASE, STATIC = "base", "base, compiled"
 OUT_OF_MEMORY = "out of memory"
+ATTENTIONS = ("eager", "sdpa")  # transformers' names for attention in separate products, and by torch's own function
 FORMAT_VERSION = 1
 CHECKED = 32  # tokens of the check's prompt beyond the largest window
 CHECKED_STEPS = (1, 1, 2, 4)  # steps of the calls of the decode loop that are compared
@@ -61,7 +62,8 @@ class Options:
     lengths: tokens of the prompts, ascending. steps: tokens decoded after each. repeats: prompts of each length.
     prefill: whether prompts are read; otherwise their caches are filled with noise. compiled: whether the base is also
     measured compiled, which compiles it again for every length. mixer: of a shape's layers; None: gla. quantize: a key
-    of SCHEMES in model/quantization.py, for the weights of the model but not of its base; None: as they are.
+    of SCHEMES in model/quantization.py, for the weights of the model but not of its base; None: as they are. attention:
+    one of ATTENTIONS, for the base; None: what transformers chooses.
     trust_remote_code: whether code that comes with a model may run.
     """
 
@@ -75,6 +77,7 @@ class Options:
     compiled: bool = True
     mixer: str | None = None
     quantize: str | None = None
+    attention: str | None = None
     trust_remote_code: bool = False
 
 
@@ -244,6 +247,8 @@ def bench_models(
     LinearizeError when the model's check fails, BadInput for a model whose cache cannot be filled. A base that fails
     its check, or that cannot run, is in `missing` with the reason.
     """
+    if options.attention not in (None, *ATTENTIONS):
+        raise BadInput(f"--attention: {options.attention!r} is not known; use {' or '.join(ATTENTIONS)}")
     if options.quantize is not None:
         check_8_bits(options.quantize)  # before a model is loaded
     torch.manual_seed(0)
@@ -270,7 +275,7 @@ def bench_models(
 
     _measure_model(source, load, options, results, add, say)
     _free(options.device)
-    _measure_base(load_base, options, results["missing"], add, say)
+    _measure_base(load_base, options, results, add, say)
     return results
 
 
@@ -287,6 +292,7 @@ def _without_rows(source: str, options: Options, limits: Limits) -> dict[str, An
         "prefilling": "plain chunks",
         "dtype": str(options.dtype).removeprefix("torch."),
         "quantize": options.quantize,
+        "base_attention": None,
         "batch_size": options.batch_size,
         "decode_steps": options.steps,
         "prompts": "read" if options.prefill else "filled",
@@ -332,12 +338,13 @@ def _measure_model(
 def _measure_base(
     load_base: Callable[[], Any] | None,
     options: Options,
-    missing: dict[str, str],
+    results: dict[str, Any],
     add: Callable[[Side], None],
     say: Callable[[str], None],
 ) -> None:
-    """Checks and measures the base, on a GPU also compiled. missing: gets the reason for what could not be measured."""
-    base, reason = None, "no base was given; name one with --baseline"
+    """Checks and measures the base, on a GPU also compiled. `results` gets the reason for what could not be measured,
+    and the name of the base's attention."""
+    base, reason, missing = None, "no base was given; name one with --baseline", results["missing"]
     if load_base is not None:
         try:
             base = load_base()
@@ -348,6 +355,9 @@ def _measure_base(
     if base is None:
         missing[BASE] = missing[STATIC] = reason
         return
+    if options.attention is not None:
+        base.set_attn_implementation(options.attention)
+    results["base_attention"] = base.config._attn_implementation
     sides = [Side(BASE, base, dynamic_caches(base), decode)]
     if _compiles_base(options):
         sides.append(Side(STATIC, base, static_caches(base), decode_compiled))

@@ -67,6 +67,8 @@ def _title(results: Mapping[str, Any]) -> str:
     if (stored := results.get("quantize")) is not None:
         dtype = f"{dtype} with {stored} weights"
     how = f"{kernels} kernels; prefill: {prefilling}; decoding: {decoding}"
+    if (attention := results.get("base_attention")) is not None:
+        how += f"; base: {attention} attention"
     return f"{source}: batch {batch}, {dtype}, {device}, {how}"
 
 

@@ -193,6 +193,10 @@ def bench(
         str | None,
         typer.Option(help="int8 or fp8: store the model's linear projections in 8 bits by torchao; not the base's."),
     ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(help="eager or sdpa: the base's attention.", show_default="what transformers chooses"),
+    ] = None,
     no_prefill: Annotated[
         bool, typer.Option("--no-prefill", help="Fill the caches with noise, and time only decode steps.")
     ] = False,
@@ -233,6 +237,7 @@ def bench(
         compiled=not no_compiled,
         mixer=mixer,
         quantize=quantize,
+        attention=attention,
         trust_remote_code=trust_remote_code,
     )
     results = bench_model(model, options, baseline, out)

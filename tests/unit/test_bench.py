@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.llama import modeling_llama
 
 from liger_convert.benchmark import bench, limits, page, shapes, sides
 from liger_convert.cli import main
@@ -167,6 +168,24 @@ def test_models_are_measured_with_the_baseline_that_was_given_or_none(capsys, tm
     assert [row["model"] for row in beside["rows"]] == ["linearized"] * 2 + ["base"] * 2
     sizes = [row["cache_bytes"] for row in beside["rows"]]
     assert sizes[0] == sizes[1], "beyond the window the cache does not grow"
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_base_has_the_attention_that_was_asked_for(attention: str, capsys, monkeypatch) -> None:
+    asked: list[object] = []
+    eager = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *x, **y: asked.append(x) or eager(*x, **y))
+    found = run_json(capsys, "tiny", "--attention", attention)
+    assert found["base_attention"] == attention
+    assert "base" not in found["missing"]
+    assert bool(asked) == (attention == "eager")
+    assert f"base: {attention} attention" in re.sub(r"\s+", " ", run(capsys, "tiny", *WORDS, "--attention", attention))
+
+
+def test_an_attention_that_there_is_not_is_refused_before_anything_is_loaded(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(shapes, "random_model", lambda *_: pytest.fail("a model was made"))
+    assert main.main(["bench", "tiny", *WORDS, "--attention", "flash"]) == 2
+    assert "error: --attention: 'flash' is not known; use eager or sdpa" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_command_says_how_to_get_curves(capsys, tmp_path: Path, monkeypatch) -> None:
