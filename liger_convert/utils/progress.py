@@ -82,7 +82,8 @@ def quiet_libraries() -> None:
     if "tqdm" in sys.modules:  # it reads its variable only when it is imported
         from tqdm import tqdm
 
-        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
+        if not vars(tqdm)["__init__"].keywords.get("disable"):
+            tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     if "transformers" in sys.modules:
         from transformers.utils.logging import disable_progress_bar
 

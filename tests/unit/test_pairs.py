@@ -15,7 +15,8 @@ from liger_convert.model.families import FAMILIES
 def test_every_check_meets_every_family_and_every_mixer_once(check: str) -> None:
     quick = [(family, mixer) for family, mixer in product(FAMILIES, MIXERS) if is_quick(family, mixer, check)]
     assert {family for family, _ in quick} == set(FAMILIES)
-    assert [mixer for _, mixer in sorted(quick, key=lambda pair: list(MIXERS).index(pair[1]))] == list(MIXERS)
+    assert {mixer for _, mixer in quick} == set(MIXERS)
+    assert len(quick) == max(len(FAMILIES), len(MIXERS)), "no more than it takes"
 
 
 def test_checks_differ_in_the_families_of_a_mixer() -> None:

@@ -151,7 +151,8 @@ def test_bars_of_lm_eval_are_off_even_where_tqdm_was_imported_before():
     code = """
 import liger_convert
 from liger_convert.utils.progress import quiet_libraries
-quiet_libraries()
+for _ in range(2000):
+    quiet_libraries()
 from tqdm import tqdm
 list(tqdm(range(3)))
 """
