@@ -17,16 +17,16 @@ from liger_convert.config.recipe import load
 from liger_convert.io import checkpoint
 from liger_convert.pipeline.plan import make_plan
 
-RECIPE = {
-    "version": 1,
-    "name": "tiny",
-    "base": "base",
-    "mixer": {"type": "gla", "window": 8, "sinks": 2},
-    "device": "cpu",
-    "precision": "float32",
-    "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.3}},
-    "eval": {"suite": "suite.yaml", "text": "text"},
-}
+RECIPE = """
+version: 1
+name: tiny
+base: base
+mixer: {type: gla, window: 8, sinks: 2}
+device: cpu
+precision: float32
+data: {text: {source: file, path: text.jsonl, held_out: 0.3}}
+eval: {suite: suite.yaml, text: text}
+"""
 
 
 def size(path: Path) -> int:
@@ -72,7 +72,7 @@ def test_the_disk_that_a_run_takes_is_what_the_plan_says(
         | {"kind": "finetune", "loss_on": "all", "save_every": 2, "learning_rates": rates}
         | ({"lora": {}} if lora else {}),
     ]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"stages": stages}))
+    (tmp_path / "recipe.yaml").write_text(RECIPE + yaml.safe_dump({"stages": stages}))
     planned = make_plan(load("recipe.yaml"), checkpoint.load_config(tmp_path / "base")).disk_peak
     sampler = Sampler(tmp_path / "out")
     sampler.start()

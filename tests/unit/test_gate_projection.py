@@ -10,6 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from stock_layers import (
+    DIMS,
+    B,
+    C,
+    D,
+    H,
+    T,
+    difference,
+    layer_inputs,
+    metadata,
+    with_random_weights,
+    zero_before_reading,
+)
 from torch import Tensor, nn
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
@@ -18,12 +31,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from liger_convert.mixers import MIXERS, build_mixer, make_spec, resolve_spec
 from liger_convert.mixers.base import QKV, HeadDims, Mixer
 from liger_convert.mixers.spec import GateProjSpec
-from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.utils.errors import BadInput
 
-B, T, H, D = 2, 37, 4, 8
-C = H * D
-DIMS = HeadDims(hidden=C, heads=H, kv_heads=H, dim=D)
 QWEN = {
     "type": "gated-deltanet",
     "combine": "memory",
@@ -38,10 +47,6 @@ QWEN = {
     "output_gate_activation": "silu",
 }
 PROJECTED = [name for name, mixer in MIXERS.items() if issubclass(mixer.Spec, GateProjSpec) and name != "hgrn2"]
-
-
-def metadata() -> SequenceMetadata:
-    return SequenceMetadata.build(torch.empty(B, T), torch.arange(T).expand(B, T), None)
 
 
 def mixer_of(spec: dict[str, Any], dims: HeadDims = DIMS) -> Mixer:
@@ -75,12 +80,7 @@ def stock_layer() -> Qwen3NextGatedDeltaNet:
     )
     torch.manual_seed(1)
     layer = Qwen3NextGatedDeltaNet(config, 0)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if name == "out_proj.weight":
-                parameter.copy_(torch.eye(C))
-            else:
-                parameter.copy_(0.5 * torch.randn_like(parameter) + (name == "norm.weight"))
+    with_random_weights(layer)
     return layer
 
 
@@ -107,13 +107,9 @@ def qwen_as_a_mixer(layer: Qwen3NextGatedDeltaNet, x_BTC: Tensor, **changes: Any
     return read
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.flatten(2) - expected).norm() / expected.norm())
-
-
 @torch.no_grad()
 def test_gated_deltanet_with_all_its_options_is_the_layer_of_qwen3_next() -> None:
-    layer, x_BTC = stock_layer(), torch.randn(B, T, C, generator=torch.Generator().manual_seed(2))
+    layer, x_BTC = stock_layer(), layer_inputs()
     expected = layer(x_BTC)
     # every token's step may round the state once
     assert difference(qwen_as_a_mixer(layer, x_BTC), expected) < T * torch.finfo(torch.float32).eps
@@ -129,16 +125,9 @@ def test_gated_deltanet_with_all_its_options_is_the_layer_of_qwen3_next() -> Non
 @pytest.mark.parametrize("piece", ["log_scale_G1", "gate_GXC", "beta_GXC"])
 @torch.no_grad()
 def test_each_weight_of_the_stock_layer_is_needed(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x_BTC = stock_layer(), torch.randn(B, T, C, generator=torch.Generator().manual_seed(2))
-    expected, build = layer(x_BTC), Mixer.remember
-
-    def without(mixer: Mixer, *inputs: Any) -> Any:
-        for name, parameter in mixer.named_parameters():
-            if name.endswith(piece):
-                parameter.zero_()
-        return build(mixer, *inputs)
-
-    monkeypatch.setattr(Mixer, "remember", without)
+    layer, x_BTC = stock_layer(), layer_inputs()
+    expected = layer(x_BTC)
+    zero_before_reading(piece, monkeypatch)
     assert difference(qwen_as_a_mixer(layer, x_BTC), expected) > 1e-2
 
 

@@ -10,19 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from stock_layers import (
+    DIMS,
+    B,
+    C,
+    D,
+    H,
+    T,
+    difference,
+    layer_inputs,
+    metadata,
+    with_random_weights,
+    zero_before_reading,
+)
 from torch import Tensor
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.granitemoehybrid.configuration_granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
 from liger_convert.mixers import build_mixer, resolve_spec
-from liger_convert.mixers.base import QKV, HeadDims, Mixer
-from liger_convert.model.sequence import SequenceMetadata
-from liger_convert.utils.errors import BadInput
+from liger_convert.mixers.base import QKV
 
-B, T, H, D = 2, 37, 4, 8
-C = H * D
-DIMS = HeadDims(hidden=C, heads=H, kv_heads=H, dim=D)
 GRANITE = {
     "type": "mamba2",
     "combine": "memory",
@@ -63,12 +71,7 @@ def stock_layer(groups: int) -> GraniteMoeHybridMambaLayer:
     )
     torch.manual_seed(1)
     layer = GraniteMoeHybridMambaLayer(config, 0)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if name == "out_proj.weight":
-                parameter.copy_(torch.eye(C))
-            else:
-                parameter.copy_(0.5 * torch.randn_like(parameter) + (name == "norm.weight"))
+    with_random_weights(layer)
     return layer.eval()
 
 
@@ -79,7 +82,7 @@ def of_every_head(x: Tensor, groups: int) -> Tensor:
 
 @torch.no_grad()
 def granite_as_a_mixer(layer: GraniteMoeHybridMambaLayer, x_BTC: Tensor, **changes: Any) -> Tensor:
-    """[B,T,C]: what our mixer reads with the layer's weights."""
+    """[B,T,H,D]: what our mixer reads with the layer's weights."""
     N = layer.n_groups
     torch.manual_seed(0)
     mixer: Any = build_mixer(resolve_spec(GRANITE | {"norm_all_heads": N == 1} | changes), DIMS)
@@ -101,19 +104,14 @@ def granite_as_a_mixer(layer: GraniteMoeHybridMambaLayer, x_BTC: Tensor, **chang
     if mixer.spec.skip:
         mixer.skip_H1.copy_(layer.D[:, None])
     qkv = QKV(q, k, q, k, v, torch.arange(T).expand(B, T), x_BTC)
-    metadata = SequenceMetadata.build(torch.empty(B, T), torch.arange(T).expand(B, T), None)
-    read: Tensor = mixer.remember(qkv, metadata, None).o_BTHV
-    return read.flatten(2)
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    read: Tensor = mixer.remember(qkv, metadata(), None).o_BTHV
+    return read
 
 
 @pytest.mark.parametrize("groups", [1, 2, H])
 @torch.no_grad()
 def test_mamba2_with_all_its_options_is_the_layer_of_granite(groups: int) -> None:
-    layer, x_BTC = stock_layer(groups), torch.randn(B, T, C, generator=torch.Generator().manual_seed(2))
+    layer, x_BTC = stock_layer(groups), layer_inputs()
     expected = layer(x_BTC)
     if groups == 2:  # each group of heads has a norm of its own, which no option expresses
         for of_all in (False, True):
@@ -137,29 +135,7 @@ def test_mamba2_with_all_its_options_is_the_layer_of_granite(groups: int) -> Non
 @pytest.mark.parametrize("piece", ["gate_GXC", "gate_bias_GF", "log_A_G1", "size_HV", "bias_ND", "weight_EC"])
 @torch.no_grad()
 def test_each_weight_of_the_stock_layer_is_needed(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x_BTC = stock_layer(H), torch.randn(B, T, C, generator=torch.Generator().manual_seed(2))
-    expected, remember = layer(x_BTC), Mixer.remember
-
-    def without(mixer: Mixer, *inputs: Any) -> Any:
-        for name, parameter in mixer.named_parameters():
-            if name.endswith(piece):
-                parameter.zero_()
-        return remember(mixer, *inputs)
-
-    monkeypatch.setattr(Mixer, "remember", without)
+    layer, x_BTC = stock_layer(H), layer_inputs()
+    expected = layer(x_BTC)
+    zero_before_reading(piece, monkeypatch)
     assert difference(granite_as_a_mixer(layer, x_BTC), expected) > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"norm_after_gate": True}, "norm_after_gate"),
-        ({"norm_all_heads": True, "normalize": True, "feature_map": "exp"}, "norm_all_heads"),
-        ({"norm_after_gate": True, "output_gate": True, "normalize": True, "feature_map": "exp"}, "norm_after_gate"),
-        ({"conv_bias": True}, "conv_bias"),
-    ],
-    ids=str,
-)
-def test_options_without_what_they_act_on_are_refused(options: dict[str, Any], field: str) -> None:
-    with pytest.raises(BadInput, match=rf"^mixer\.{field}: "):
-        resolve_spec({"type": "mamba2"} | options)

@@ -268,6 +268,12 @@ def test_pieces_are_refused_where_they_have_no_place() -> None:
         ({"type": "gla", "bonus": True}, "bonus"),
         ({"type": "mom", "inner": {"type": "gla", "output_gate": True}}, "inner.output_gate"),
         ({"type": "mamba2", "skip": True, "normalize": True, "feature_map": "exp"}, "skip"),
+        ({"type": "mamba2", "norm_after_gate": True}, "norm_after_gate"),
+        ({"type": "mamba2", "norm_all_heads": True, "normalize": True, "feature_map": "exp"}, "norm_all_heads"),
+        (
+            {"type": "mamba2", "norm_after_gate": True, "output_gate": True, "normalize": True, "feature_map": "exp"},
+            "norm_after_gate",
+        ),
     ):
         with pytest.raises(BadInput, match=rf"^mixer\.{field}: "):
             resolve_spec(spec)

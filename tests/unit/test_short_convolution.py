@@ -235,6 +235,7 @@ def test_options_that_cannot_have_a_short_convolution_are_refused() -> None:
         ({"type": "deltanet", "short_conv": 400}, "short_conv"),
         ({"type": "deltanet", "short_conv": 4, "rope": True}, "short_conv"),
         ({"type": "retnet", "short_conv": 4}, "short_conv"),
+        ({"type": "kda", "conv_bias": True}, "conv_bias"),
         ({"type": "s4", "short_conv": 4}, "short_conv"),
         ({"type": "mom", "inner": {"type": "deltanet", "short_conv": 4}, "combine": "learned"}, "inner.short_conv"),
         ({"type": "mom", "inner": {"type": "rwkv6", "token_shift": True}, "combine": "learned"}, "inner.token_shift"),
