@@ -27,6 +27,7 @@ from liger_convert.eval.narrow import context_of, cut_prompts, narrow
 from liger_convert.eval.quantization_loss import quantization_loss, windows_of_text
 from liger_convert.io import checkpoint
 from liger_convert.io.files import refuse_existing
+from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import check_quantizable
 from liger_convert.model.rotary import length_limit
@@ -203,7 +204,7 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
     depends on the rows that it shares a batch with."""
     notes, config = [], checkpoint.load_config(folder, trust_remote_code)
     has_run = (Path(model).parent / MANIFEST).exists()
-    linearized = is_linearized(folder, trust_remote_code)
+    linearized = config.model_type.startswith(PREFIX)
     if linearized and has_run:
         notes += _trained_on(model, inputs)
     if inputs.text == PYDOC and inputs.needs_held_out and linearized and not has_run:

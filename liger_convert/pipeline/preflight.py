@@ -173,8 +173,9 @@ def _check_measured(recipe: Recipe, suite: Suite, documents: Callable[[str], Doc
             continue
         read = documents(name)
         keys = [d.ids.tobytes() for d in (read.held_out if field == "eval.text" else [*read.train, *read.held_out])]
+        distinct = set(keys)
         for other in [source for source in trained if source != name]:
-            both = set(keys).intersection(document.ids.tobytes() for document in documents(other).train)
+            both = distinct.intersection(document.ids.tobytes() for document in documents(other).train)
             if again := sum(key in both for key in keys):
                 told = f"{again:,} of the {len(keys):,} documents of {name} that are measured are also in {other}"
                 warnings.append(f"{field}: {told}, which is trained on; take them out of one of the two")

@@ -15,7 +15,7 @@ from liger_convert.config.names import SOFTMAX
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.registry import BUILT_IN
 from liger_convert.model.attention import head_dims
-from liger_convert.model.families import PREFIX, family_of
+from liger_convert.model.families import family_of
 from liger_convert.utils.errors import BadInput
 
 # excluded: mixers whose decays depend on a head's index among all heads, and mixers of other packages
@@ -32,12 +32,11 @@ def check_split(config: Any, processes: int) -> None:
     if processes == 1:
         return
     family, where, plan = family_of(config), f"tensor_parallel_size: {processes}", config.base_model_tp_plan or {}
+    kind = family.model_type
     styles = [plan.get(f"layers.*.self_attn.{name}") for name in family.projections]
     if styles != ["colwise"] * 3 + ["rowwise"]:
-        kind = config.model_type.removeprefix(PREFIX)
         raise BadInput(f"{where} splits layers by heads, which the projections of {kind} models do not allow; use 1")
     if getattr(config, "use_qk_norm", False):  # Cohere's, whose norms have a weight for each head
-        kind = config.model_type.removeprefix(PREFIX)
         raise BadInput(f"{where} splits layers by heads, which the norms of {kind} (use_qk_norm) do not allow; use 1")
     if head_dims(config).kv_heads % processes:
         heads = head_dims(config).kv_heads

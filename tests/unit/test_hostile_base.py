@@ -482,26 +482,3 @@ def test_a_config_that_only_fails_once_it_runs_is_refused_by_convert(
     assert main.main(["convert", str(base), str(tmp_path / "other"), "--window", "8"]) == 2
     assert says in capfd.readouterr().err
     assert not (tmp_path / "other").exists()
-
-
-def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for path in ("./nofolder", "../nofolder", "./a/b"):
-        assert main.main(["convert", path, "out"]) == 2
-        assert capfd.readouterr().err.strip() == f"error: base: {path}: there is no such file or folder"
-
-
-def test_a_tokenizer_that_no_later_command_takes_is_refused_by_convert(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    base = save_tiny_base("llama", tmp_path / "base")
-    vocabulary = json.loads((base / "tokenizer.json").read_text())["model"]["vocab"]
-    (base / "tokenizer.json").unlink()
-    (base / "vocab.json").write_text(json.dumps(vocabulary))
-    (base / "merges.txt").write_text("#version: 0.2\nh e\n")
-    (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    assert main.main(["convert", str(base), str(tmp_path / "out"), "--window", "8"]) == 2
-    assert "its tokenizer has no usable vocabulary" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
