@@ -22,6 +22,9 @@ class Adapt(Strict):
     """Context of the base that `layers.long_windows` was tuned on. Its window is twice as long on a base with at least
     four times that context, if its layers are given as a fraction and the longest rows of training are at least twice
     as long as the window then is. By default the window is not made longer."""
+    longest_window: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Longest window of `layers.long_windows`, as a fraction of the base's context. A longer one is shortened to a
+    power of two."""
     trained: Literal["mixers", "adapters", "weights"] = "adapters"
     """What to train in stages that have rates for the base's own weights. `adapters`: low-rank adapters instead of its
     weights. `mixers`: nothing of the base, so that on texts no longer than the window the model is still the base.

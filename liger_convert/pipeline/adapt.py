@@ -4,9 +4,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 
 - Rows are no longer than the context that the base was made for, because a teacher's output beyond it is noise. They
   are halved until they fit, and a step gets more of them, so that it has as many tokens as before.
-- A window is at most an eighth of that context, and that of `layers.long_windows` at most a quarter. A window as long
-  as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
-  with it. If all layers of the base have windows of their own, none becomes longer.
+- A window is at most an eighth of that context, and that of `layers.long_windows` at most `adapt.longest_window` of it,
+  a quarter by default. A window as long as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that
+  never leave the window get shorter with it. If all layers of the base have windows of their own, none becomes longer.
 - `layers.long_windows` has twice the window on a base with at least four times the context that it was tuned on. There
   what a conversion loses grows with the position, and a longer window is a smaller part of the cache (eval/LOG.md,
   Qwen2.5-Coder-1.5B).
@@ -43,7 +43,7 @@ from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
 MUCH_LONGER = 4  # times the context that longer windows were tuned on: then they double
-WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many windows, or longer windows
+SHORT = 1 / 8  # of the base's context: the longest window but for those of `layers.long_windows`
 FAR = 0.1  # of all layers that see all tokens: the smallest fraction that kept what is far back (docs/results.md)
 MOST = 5.0  # the largest scale of weights that raises the adapters' rate in proportion; no base tried has more
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
@@ -96,7 +96,7 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     Unchanged if the recipe has no `adapt`."""
     if recipe.adapt is None:
         return specs, ()
-    fitted, sentences = _fit_to_base(recipe, base_config, specs)
+    fitted, sentences = _fit_to_base(recipe, base_config, specs, recipe.adapt.longest_window)
     depth, sliding = _sliding(base_config)
     if sliding and (window := _longer_window(fitted)):
         written = specs[MAIN]["window"]
@@ -143,19 +143,21 @@ def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...
     return recipe.with_layer_choice(**{field: value for field, (value, _) in changes.items()}), sentences
 
 
-def _fit_to_base(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _fit_to_base(
+    recipe: Recipe, base_config: Any, specs: dict[str, Any], longest: float
+) -> tuple[dict[str, Any], dict[str, str]]:
     """`specs` with windows that leave something to the memory in the base's context, and that are no longer than the
     base's own windows if all of its layers have one. With a sentence by the name of each mixer that is changed."""
     context, own = context_length(base_config), own_windows(base_config)
     sees = 0 if None in own else min(filter(None, own), default=0)
     fitted, sentences = dict(specs), {}
     for name, spec in specs.items():
-        where, at_least = "mixer" if name == MAIN else f"mixers.{name}", WINDOWS
+        where, share = "mixer" if name == MAIN else f"mixers.{name}", SHORT
         if name == LONG and recipe.long_windows is not None:
-            where, at_least = "layers.long_windows", LONG_WINDOWS
+            where, share = "layers.long_windows", longest
         limits = []
         if context is not None:
-            most = 1 << max(0, (context // at_least).bit_length() - 1)  # a power of two
+            most = 1 << max(0, int(context * share).bit_length() - 1)  # a power of two
             limits.append((most, f"because the base was made for {context:,} tokens"))
         if sees:
             limits.append((sees, f"because a layer of the base sees only {sees:,} tokens"))
