@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ from typing import Any
 import yaml
 
 from liger_convert.config import recipe, yaml_file
-from liger_convert.config.fields import plain_name
+from liger_convert.config.fields import NAME_LENGTH, plain_name
 from liger_convert.config.resources import recipe_path
 from liger_convert.io.files import atomic_write, read_json
 from liger_convert.mixers import MIXERS, resolve_spec
@@ -161,7 +162,7 @@ def recipe_of(entry: str, args: argparse.Namespace) -> dict[str, Any]:
         data["eval"]["data"] = args.data
     if not is_file:
         data["mixer"] = mixer_of(entry)
-        data["name"] = plain_name(entry)
+        data["name"] = name_of(entry)
     if args.jobs > 1 and isinstance(data.get("adapt"), dict):
         data["adapt"]["gpu_memory"] = round(0.9 / args.jobs, 3)
     if args.tokens is not None:
@@ -182,6 +183,15 @@ def mixer_of(entry: str) -> dict[str, Any]:
             raise BadInput(f"--mixers {entry}: {option!r} is no option; write option=value")
         mixer[field] = yaml_file.parse(value, f"--mixers {entry}")
     return mixer
+
+
+def name_of(entry: str) -> str:
+    """A name for `entry`, a mixer with options. A long name ends in a checksum, so that no two entries share one."""
+    name = plain_name(entry)
+    if len(name) < NAME_LENGTH:
+        return name
+    checksum = f"{zlib.crc32(entry.encode()):08x}"
+    return f"{name[: NAME_LENGTH - len(checksum) - 1]}-{checksum}"
 
 
 def with_tokens(stage: dict[str, Any], tokens: float) -> dict[str, Any]:

@@ -302,14 +302,14 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
             )
 
 
-def text_source(text: str) -> FileSource | PydocSource:
-    """What an option --text or --other-text names: a file, or `pydoc`, Python's documentation. Raises BadInput for a
+def text_source(text: str, option: str = "--text") -> FileSource | PydocSource:
+    """What `option`, --text or --other-text, names: a file, or `pydoc`, Python's documentation. Raises BadInput for a
     name that is empty, or of nothing that exists."""
     if not text:
-        raise BadInput(f"--text, --other-text: the name of a file is empty; name a data file, or {PYDOC}")
+        raise BadInput(f"{option}: the name of a file is empty; name a data file, or {PYDOC}")
     if text != PYDOC and not os.path.exists(text):
-        raise BadInput(f"--text, --other-text: {text}: there is no such file; name a data file, or {PYDOC}")
-    check_text(text, f"--text, --other-text: {text}")
+        raise BadInput(f"{option}: {text}: there is no such file; name a data file, or {PYDOC}")
+    check_text(text, f"{option}: {text}")
     return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
 
 

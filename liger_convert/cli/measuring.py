@@ -230,7 +230,9 @@ def _trained_on(model: str | Path, inputs: EvalInputs) -> list[str]:
         of_run = _pydoc_of_run(model) if inputs.text == PYDOC else None
         measured["--text"] = of_run[0] if of_run is not None else text_source(inputs.text)
     if inputs.suite.needs_other and inputs.other_text is not None:  # all of it
-        measured["--other-text"] = PydocSource() if inputs.other_text == PYDOC else text_source(inputs.other_text)
+        measured["--other-text"] = (
+            PydocSource() if inputs.other_text == PYDOC else text_source(inputs.other_text, "--other-text")
+        )
     texts = {"--text": inputs.text, "--other-text": inputs.other_text}
     return [
         f"{option} {texts[option]}: the run of the model trained on this text (data.{name}), so it is not held out; "
@@ -285,7 +287,7 @@ def _suite(name: str, include_path: Path | None) -> suites.Suite:
 
 def _other_text(text: str, other_text: str | None) -> str | None:
     """The text of another kind than `text`: the one that is given, or else Python's documentation, if that is one."""
-    if other_text is not None and meet(text_source(other_text).places, text_source(text).places):
+    if other_text is not None and meet(text_source(other_text, "--other-text").places, text_source(text).places):
         raise BadInput(f"--other-text {other_text}: is the same text as --text; give text of another kind")
     return other_text or (PYDOC if text != PYDOC else None)
 
@@ -294,5 +296,5 @@ def _other(suite: suites.Suite, other_text: str | None, tokenizer: Any) -> Seque
     """All documents of `other_text`, where there is one and the suite reads it."""
     if other_text is None or not suite.needs_other:
         return None
-    documents = load_source(text_source(other_text), tokenizer)
+    documents = load_source(text_source(other_text, "--other-text"), tokenizer)
     return documents.train + documents.held_out

@@ -383,12 +383,12 @@ COMMANDS = [
         "select-layers of none", "--softmax-layers", lambda w: ["select-layers", *w.plan()[1:], "--softmax-layers", "0"]
     ),
     *(
-        case(f"an empty name in {name}", "--text, --other-text: the name of a file is empty; name a data file", words)
-        for name, words in {
-            "eval": lambda w: ["eval", str(w.base), "--text", ""],
-            "eval, as another text": lambda w: ["eval", str(w.base), "--other-text", ""],
-            "calibrate": lambda w: w.calibrate("--text", ""),
-        }.items()
+        case(f"an empty name in {name}", f"error: {option}: the name of a file is empty; name a data file", words)
+        for name, option, words in (
+            ("eval", "--text", lambda w: ["eval", str(w.base), "--text", ""]),
+            ("eval, as another text", "--other-text", lambda w: ["eval", str(w.base), "--other-text", ""]),
+            ("calibrate", "--text", lambda w: w.calibrate("--text", "")),
+        )
     ),
     case("calibrate into a folder", "out: already exists", after(lambda w: w.out.mkdir(), World.calibrate)),
     case("calibrate a base", "not a linearized model", lambda w: w.calibrate(model=w.base)),

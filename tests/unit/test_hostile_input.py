@@ -269,7 +269,7 @@ FILES = [
     ),
     case(
         "a text whose name is not UTF-8",
-        "--text, --other-text: \\udcff.txt: contains bytes that are not UTF-8 text",
+        "error: --text: \\udcff.txt: contains bytes that are not UTF-8 text",
         after(wrote("\udcff.txt", "text"), lambda w: ["eval", str(w.base), "--text", "\udcff.txt"]),
     ),
     case(

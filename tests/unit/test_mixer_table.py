@@ -55,6 +55,15 @@ def test_an_entry_may_have_options_or_be_a_recipe(tmp_path: Path) -> None:
     assert lolcats.eval.suite == plain.eval.suite
 
 
+def test_long_entries_that_begin_alike_have_names_of_their_own(tmp_path: Path) -> None:
+    begin = "mamba2:combine=memory,scope=all,gate=constant,gate_proj=true,short_conv=4"
+    entries = [begin, f"{begin},conv_bias=true", f"{begin},skip=true"]
+    files = table.written_recipes(arguments(tmp_path, "--mixers", *entries))
+    assert [recipe.load(file).mixer.to_dict().get("skip") for file in files.values()] == [None, None, True]
+    assert all(name.startswith("mamba2-combine-memory-scope-all-gate-constant") for name in files)
+    assert list(files) == list(table.written_recipes(arguments(tmp_path, "--mixers", *entries)))
+
+
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
