@@ -79,9 +79,8 @@ def test_a_window_is_an_eighth_of_the_context_at_most(context: int, window: int)
 @pytest.mark.parametrize(("fraction", "window"), [(0.25, 512), (0.5, 1024), (0.49, 512), (1.0, 1024)])
 def test_a_longer_window_is_at_most_the_fraction_of_the_context_that_is_asked_for(fraction: float, window: int) -> None:
     base = config("smollm2-135m", max_position_embeddings=2048)
-    written = load(DEFAULT, ["layers={softmax: [3], long_windows: {layers: [5], window: 1024}}"])
-    written = written.model_copy(update={"adapt": written.adapt.model_copy(update={"longest_window": fraction})})
-    plan = make_plan(written, base)
+    layers = "layers={softmax: [3], long_windows: {layers: [5], window: 1024}}"
+    plan = make_plan(load(DEFAULT, [layers, f"adapt.longest_window={fraction}"]), base)
     assert plan.linearization["mixers"]["long"]["window"] == window
     assert plan.linearization["mixers"]["main"]["window"] == 256
     said = "layers.long_windows.window: 512 in place of 1024, because the base was made for 2,048 tokens"
