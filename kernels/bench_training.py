@@ -3,14 +3,14 @@
 Times forward and backward pass, gradient clipping and optimizer step of align, distill and LoRA finetune, on a model
 with random weights whose layers are all linear, and of the same finetune on its base. Losses, adapters, parameter
 groups, autocast and compiled layers are those of liger-convert; tokens are random. Every length has the same number of
-tokens per step, in rows of one document each. `step` is the median by wall clock, and `busy` is the fraction of it in
-which the GPU computes. `peak` is reserved memory, including weights, optimizer and CUDA graph.
+tokens per step, in rows of one document each, or of --documents, which begin anywhere and are kept apart. `step` is the
+median by wall clock, and `busy` is the fraction of it in which the GPU computes. `peak` is reserved memory, including
+weights, optimizer and CUDA graph.
 
-Every length is compiled separately, and its passes are captured as one CUDA graph, as in training on concatenated
-documents. --plain launches kernel by kernel, as in training on rows that hold several documents. Before anything is
-timed, the loss and the gradients of a stage on a few short rows are compared with those of the torch ops in float32. If
-they are wrong, or a loss is not finite, the row has no time and the exit code is 1. The --json file is complete after
-every row, and also lists the kernels that take longest.
+Every length is compiled separately, and its passes are captured as one CUDA graph. --plain launches them kernel by
+kernel. Before anything is timed, the loss and the gradients of a stage on a few short rows are compared with those of
+the torch ops in float32. If they are wrong, or a loss is not finite, the row has no time and the exit code is 1. The
+--json file is complete after every row, and also lists the kernels that take longest.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.model.output_head import OutputHead
+from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured
 from liger_convert.training.distill import DistillObjective
@@ -69,12 +70,12 @@ STAGES: dict[str, dict[str, Any]] = {
 STAGES[BASE] = STAGES["finetune"]
 
 
-def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: bool = True) -> Stage:
+def make_stage(name: str, tokens: int, length: int, accumulation: int, concat: bool = True) -> Stage:
     """The stage as a recipe would define it, with one optimizer step."""
     options = {option: value for option, value in STAGES[name].items() if option != "kind"}
     rows = tokens // length // accumulation
     sizes = {"tokens": tokens, "seq_len": length, "batch_size": rows, "grad_accumulation": accumulation}
-    return STAGES[name]["kind"](data="random", concat_documents=joined, **sizes, **options)
+    return STAGES[name]["kind"](data="random", concat_documents=concat, **sizes, **options)
 
 
 class BaseObjective:
@@ -84,14 +85,18 @@ class BaseObjective:
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         whole, next_N = model.get_base_model(), next_tokens(batch["labels"])
-        hidden_NC = whole.model(batch["input_ids"], use_cache=False).last_hidden_state.flatten(0, 1)
+        inputs = {name: batch.get(name) for name in ("input_ids", "position_ids")}
+        hidden_NC = whole.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head = OutputHead.of(whole)
         return summed(hidden_NC, lambda piece_NV, chunk: cross_entropy(piece_NV, next_N[chunk]), head)
 
 
 @dataclass
 class Training:
-    """A model in one stage, with its adapters and its teacher if it has them."""
+    """A model in one stage, with its adapters and its teacher if it has them.
+
+    documents: of each row. plain: whether its passes are launched kernel by kernel.
+    """
 
     stage: Stage
     model: Any
@@ -100,6 +105,8 @@ class Training:
     optimizer: torch.optim.Optimizer
     device: torch.device
     dtype: torch.dtype
+    documents: int
+    plain: bool
 
     @classmethod
     def of(cls, name: str, stage: Stage, a: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Training:
@@ -120,7 +127,7 @@ class Training:
         if gains_by_compiling(device):
             compile_layers(model, objective, isinstance(stage, AlignStage))
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
-        return cls(stage, model, base, objective, optimizer, device, dtype)
+        return cls(stage, model, base, objective, optimizer, device, dtype, a.documents, a.plain)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -128,16 +135,32 @@ class Training:
 
     def batch(self, rows: int, tokens: int) -> dict[str, Tensor]:
         ids_BT = torch.randint(3, self.model.config.vocab_size, (rows, tokens), device=self.device)
-        return {"input_ids": ids_BT, "labels": ids_BT}
+        batch = {"input_ids": ids_BT, "labels": ids_BT}
+        if self.documents > 1:
+            begin_BN = torch.rand(rows, tokens - 1).argsort(1)[:, : self.documents - 1] + 1
+            begin_BT = torch.zeros(rows, tokens, dtype=torch.int64).scatter(1, begin_BN, begin_BN)
+            batch["position_ids"] = (torch.arange(tokens) - begin_BT.cummax(1).values).to(self.device)
+        return batch
 
     def passes(self, batch: dict[str, Tensor], parts: int = 1) -> FwdBwd:
         """Forward and backward passes for micro-batches like `batch`, captured if StageTrainer captures them."""
         plain = partial(self.backward, parts=parts)
         models = [model for model in (self.model, self.base) if model is not None]
-        if why_not_captured(self.stage, models, self.device, False) is not None:
+        if self.plain or why_not_captured(self.stage, models, self.device, False) is not None:
             return plain
-        passes = CapturedFwdBwd(plain, self.trained, models)
+        apart = self.documents > 1
+        passes = CapturedFwdBwd(self._without_reads(plain) if apart else plain, self.trained, models, apart=apart)
         passes.capture(batch)
+        return passes
+
+    def _without_reads(self, plain: FwdBwd) -> FwdBwd:
+        """The passes for rows of several documents, whose positions are not read on the host, as in StageTrainer."""
+
+        def passes(batch: dict[str, Any]) -> Tensor:
+            ids_BT, positions_BT = batch["input_ids"], batch["position_ids"]
+            known = SequenceMetadata.build(ids_BT, positions_BT, None, most_documents=self.documents)
+            return plain(batch | {"metadata": known})
+
         return passes
 
     def backward(self, batch: dict[str, Tensor], parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
@@ -244,7 +267,8 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     for name in a.stages:
         torch.manual_seed(0)
-        stages = [make_stage(name, a.tokens_a_step, length, a.accumulate, not a.plain) for length in a.lengths]
+        concat = a.documents == 1
+        stages = [make_stage(name, a.tokens_a_step, length, a.accumulate, concat) for length in a.lengths]
         training, checked = Training.of(name, stages[0], a, device, dtype), {}
         for stage in stages:
             row: dict[str, Any] = {"stage": name, "tokens_a_row": stage.seq_len, "rows": stage.batch_size}
@@ -305,7 +329,8 @@ def main() -> None:
     parser.add_argument("--stages", default=",".join(STAGES), help="(%(default)s)")
     parser.add_argument("--mixer", default="gla", help="in every layer (gla)")
     parser.add_argument("--seconds", type=float, default=1, help="spent on each time (1)")
-    parser.add_argument("--plain", action="store_true", help="capture nothing, as where rows are not joined")
+    parser.add_argument("--documents", type=int, default=1, help="in each row, kept apart (1)")
+    parser.add_argument("--plain", action="store_true", help="capture nothing")
     parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -151,8 +151,8 @@ class Stage(Strict):
     """Recompute activations in the backward pass, which needs less memory but is slower."""
     compile: bool = True
     """On a GPU, compile the layers, once for each row length. This takes about half a minute before the first step, and
-    seconds if an earlier run has compiled the same layers. With `concat_documents`, the forward and backward pass of a
-    step are also captured as one CUDA graph."""
+    seconds if an earlier run has compiled the same layers. The forward and backward pass of a step are also captured as
+    one CUDA graph."""
     copy_fraction: Fraction = 0.0
     """Fraction of the rows that repeat a span of text later in the row, so that remembering what has left the window
     pays off."""

@@ -93,6 +93,10 @@ class MixedDataset(Dataset[dict[str, Tensor]]):
         source, number = self.schedule.locate(row)
         return self.parts[source].whole(number)
 
+    def most_documents(self) -> int:
+        """The largest number of documents in a row, see PackedDataset."""
+        return max(part.most_documents() for part in self.parts)
+
     @property
     def sources(self) -> dict[str, SourceShare]:
         """How much is read of each source, by name."""

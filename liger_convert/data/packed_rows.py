@@ -163,6 +163,19 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             self._orders[epoch] = order, np.cumsum([len(self.documents[i].ids) for i in order])
         return self._orders[epoch]
 
+    def most_documents(self) -> int:
+        """The largest number of documents in a row, parts of documents included; no piece of a row has more."""
+        most, total = 1, math.ceil(self.epochs)
+        carried = np.zeros(0, np.int64)  # rows of the documents that begin in a row which the epoch before began
+        for epoch in range(total):
+            begins = epoch * self.tokens + self._epoch(epoch)[1]  # of the documents after the first one
+            inside = begins[begins % self.seq_len != 0] // self.seq_len
+            inside = np.concatenate((carried, inside[inside < self.rows]))
+            if len(inside):
+                most = max(most, 1 + int(np.unique(inside, return_counts=True)[1].max()))
+                carried = inside[inside == inside[-1]]
+        return most
+
     @property
     def epochs(self) -> float:
         """The number of passes over the documents."""

@@ -39,6 +39,13 @@ def document_positions(
     return position_ids
 
 
+def document_ids(position_ids_BT: Tensor) -> Tensor:
+    """int64 [B,T]: the index of each token's document in its row, from positions that restart at every document. Reads
+    no value on the host."""
+    follows_BT = position_ids_BT.diff(dim=1, prepend=position_ids_BT[:, :1] - 1) == 1
+    return (~follows_BT).cumsum(1)
+
+
 def _begins(rows: int, tokens: int, cu_seq_lens: Tensor) -> Tensor:
     """bool [B,T-1]: whether a document begins at each token after the first of its row."""
     if int(cu_seq_lens[-1]) != rows * tokens:

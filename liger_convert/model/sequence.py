@@ -16,7 +16,7 @@ from gated_kernels.common.tracing import is_exporting, reads_no_values
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from liger_convert.model.packing import check_mask
+from liger_convert.model.packing import check_mask, document_ids
 
 PACKED_CACHE = "packed documents cannot be cached: pass use_cache=False"
 
@@ -87,7 +87,8 @@ class SequenceMetadata:
     tokens: T. position_BT: the number of real tokens before a token in its document; -1 on padding. valid_BT: False on
     padding; None without padding. segment_ids_BT: the document index of each token in a packed row; None if each row is
     one document. static: no value may be read on the host, and no shape may depend on one. order_BT: the place in the
-    batch of each of these tokens; None if it is their own.
+    batch of each of these tokens; None if it is their own. most_documents: the most that a row has; None: as many as
+    `segment_ids_BT` says, which reads its values.
 
     past: with rows sharded over processes, the state before this shard, in place of a layer's cache.
 
@@ -106,8 +107,9 @@ class SequenceMetadata:
         segment_ids_BT: Tensor | None = None,
         static: bool = False,
         order_BT: Tensor | None = None,
+        most_documents: int | None = None,
     ):
-        self.tokens, self.static, self.order_BT = tokens, static, order_BT
+        self.tokens, self.static, self.order_BT, self.most_documents = tokens, static, order_BT, most_documents
         self._inverse_BT = None if order_BT is None else order_BT.argsort(1)
         self.position_BT, self.valid_BT, self.segment_ids_BT = position_BT, valid_BT, segment_ids_BT
         self._windows: dict[tuple[int, int], WindowMetadata] = {}
@@ -125,7 +127,9 @@ class SequenceMetadata:
                 None if x is None else x.to(device, non_blocking=non_blocking)
                 for x in (self.valid_BT, self.segment_ids_BT, self.order_BT)
             )
-            there = SequenceMetadata(self.tokens, position_BT, valid_BT, segment_ids_BT, self.static, order_BT)
+            there = SequenceMetadata(
+                self.tokens, position_BT, valid_BT, segment_ids_BT, self.static, order_BT, self.most_documents
+            )
             there.follows_padding, there.leading = self.follows_padding, self.leading
             self._elsewhere[position_BT.device] = there
         return self._elsewhere[position_BT.device]
@@ -147,12 +151,14 @@ class SequenceMetadata:
         before: Positions | None = None,
         static: bool = False,
         cached: bool = False,
+        most_documents: int | None = None,
     ) -> SequenceMetadata:
         """Builds the metadata from the arguments of a Hugging Face forward.
 
         given: input ids or embeddings [B,T,...]. before: the positions before the new tokens, from the cache. cached:
         whether a cache keeps the window for tokens that follow. Without `position_ids`, or with a mask, each row is one
-        document. Raises ValueError for inputs that a recurrent layer cannot honor.
+        document. most_documents: how many documents a row has at most, so that no position is read on the host. Raises
+        ValueError for inputs that a recurrent layer cannot honor.
         """
         (batch, tokens), device = given.shape[:2], given.device
         valid_BT = segment_ids_BT = order_BT = None
@@ -171,7 +177,7 @@ class SequenceMetadata:
                 order_BT = _padding_first(valid_BT)
                 valid_BT = valid_BT.gather(1, order_BT)
         elif tokens > 1 and position_ids is not None:
-            segment_ids_BT = _documents(position_ids)
+            segment_ids_BT = _documents(position_ids) if most_documents is None else document_ids(position_ids)
             if segment_ids_BT is not None and before is not None:
                 raise ValueError(PACKED_CACHE)
         if segment_ids_BT is not None:
@@ -187,7 +193,7 @@ class SequenceMetadata:
             position_BT = position_BT + before.seen_B[:, None].to(device)
         if valid_BT is not None:
             position_BT = torch.where(valid_BT, position_BT, -1)
-        metadata = cls(tokens, position_BT, valid_BT, segment_ids_BT, static, order_BT)
+        metadata = cls(tokens, position_BT, valid_BT, segment_ids_BT, static, order_BT, most_documents)
         metadata.follows_padding = valid_BT is not None and before is not None
         # an exported program takes any number of tokens, which must not be compared with that of the sinks
         if before is None and valid_BT is None and segment_ids_BT is None and not is_exporting():
@@ -278,7 +284,7 @@ class SequenceMetadata:
         wanted_M = torch.arange(count, device=device)
         is_sink_BMT = self.position_BT[:, None] == wanted_M[None, :, None]
         if self.segment_ids_BT is not None:
-            documents = int(self.segment_ids_BT.max()) + 1
+            documents = int(self.segment_ids_BT.max()) + 1 if self.most_documents is None else self.most_documents
             of_M = torch.arange(documents, device=device).repeat_interleave(count)
             is_sink_BMT = is_sink_BMT.repeat(1, documents, 1) & (self.segment_ids_BT[:, None] == of_M[None, :, None])
         found_BM = is_sink_BMT.any(-1)

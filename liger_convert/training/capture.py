@@ -1,9 +1,9 @@
 """The forward and backward pass of a micro-batch as one CUDA graph.
 
 A small model spends most of a step on launches: some forty kernels per layer, each launched from Python. A graph
-replays them without Python. This requires that the values in a batch do not affect which kernels run. If the packed
-documents of a row are kept apart, they do: the document boundaries decide it. Each batch shape has its own graph, and
-all graphs add to the same gradients.
+replays them without Python. This requires that the values in a batch do not affect which kernels run. So attention
+masks are made on the device, and rows of several documents all have room for as many as the stage's fullest row. Each
+batch shape has its own graph, and all graphs add to the same gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model.cuda_graphs import SharedMemory, capture, without_cached_casts
+from liger_convert.model.packing import document_ids
 from liger_convert.model.placing import waits
 from liger_convert.training.gradient_averaging import flat_like
 
@@ -28,7 +29,7 @@ FwdBwd = Callable[[dict[str, Tensor]], Tensor]
 
 # With "sdpa", transformers checks the positions on the host for rows of several documents, and then builds a mask. It
 # passes no mask to an attention implementation for which no mask function is registered.
-MASKLESS = "sdpa_of_one_document"
+MASKLESS, APART = "sdpa_of_one_document", "sdpa_of_documents"
 
 
 def attend_within_one_document(
@@ -53,7 +54,34 @@ def attend_within_one_document(
     return found
 
 
+def attend_within_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_ids: Tensor,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' causal attention [B,T,H,D] for queries, keys and values [B,H,T,D] of rows of several documents.
+
+    position_ids: [B or 1,T], restarting at every document. sliding_window: see `attend_within_one_document`.
+    """
+    document_BT = document_ids(position_ids)
+    i = torch.arange(query.shape[2], device=query.device)
+    distance_TT = i[:, None] - i
+    seen_TT = distance_TT >= 0
+    if sliding_window is not None:
+        seen_TT = seen_TT & (distance_TT < sliding_window)
+    mask_B1TT = (seen_TT & (document_BT[:, :, None] == document_BT[:, None]))[:, None]
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask_B1TT, **options)
+    return found
+
+
 AttentionInterface.register(MASKLESS, attend_within_one_document)
+AttentionInterface.register(APART, attend_within_documents)
 
 
 def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, exchanges: bool) -> str | None:
@@ -65,8 +93,6 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
         return "there is no Nvidia GPU"
     if not stage.compile:
         return "compile: false is set"
-    if not stage.concat_documents:
-        return "the work depends on where documents begin in a row (concat_documents: true makes each row one text)"
     if exchanges:
         return "processes share the weights or the rows and exchange them in every layer"
     if stage.gradient_checkpointing:
@@ -81,7 +107,10 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
 
 
 class CapturedFwdBwd:
-    """`fwd_bwd` as a CUDA graph, one for each batch shape. Every row of a batch must be a single document.
+    """`fwd_bwd` as a CUDA graph, one for each batch shape.
+
+    apart: whether the rows have several documents, told by `position_ids` that restart. If not, every row of a batch
+    must be a single document.
 
     Gradients accumulate in `.grad` as in eager mode, until `.grad` is set to None.
 
@@ -101,9 +130,10 @@ class CapturedFwdBwd:
         models: list[Any],
         flat: bool = False,
         outputs: Callable[[], tuple[Tensor, ...]] = tuple,
+        apart: bool = False,
     ):
         self.fwd_bwd, self.parameters, self.models, self.flat = fwd_bwd, parameters, models, flat
-        self.outputs = outputs
+        self.outputs, self.attention = outputs, APART if apart else MASKLESS
         self.copies: list[Tensor] = []
         self.flats: list[Tensor] = []
         self.layout = 0
@@ -128,7 +158,7 @@ class CapturedFwdBwd:
         try:
             for p in self.parameters:
                 p.grad = self.grads.get(p)
-            with _maskless(self.models), without_cached_casts():
+            with _attending(self.models, self.attention), without_cached_casts():
                 with self.memory.used():  # a warm-up: compiles, and finds out which parameters get a gradient at all
                     run(*batch.values())
                 self._keep_gradients()
@@ -176,12 +206,12 @@ def _shapes(batch: dict[str, Tensor]) -> tuple[torch.Size, ...]:
 
 
 @contextlib.contextmanager
-def _maskless(models: Iterable[Any]) -> Iterator[None]:
-    """Context in which the attention of `models` ignores positions, since each row is one document."""
+def _attending(models: Iterable[Any], how: str) -> Iterator[None]:
+    """Context in which `models` use the attention implementation `how`, which looks at no value on the host."""
     before = [(model, model.config._attn_implementation) for model in models]
     try:
         for model, _ in before:
-            model.set_attn_implementation(MASKLESS)
+            model.set_attn_implementation(how)
         yield
     finally:
         for model, attention in before:

@@ -123,8 +123,7 @@ def training_bytes(
 
 
 def _is_captured(stage: Stage, device: torch.device) -> bool:
-    on = stage.compile and device.type == "cuda"
-    return on and stage.concat_documents and not stage.gradient_checkpointing
+    return stage.compile and device.type == "cuda" and not stage.gradient_checkpointing
 
 
 def _narrowed(stage: Stage, sizes: Sizes, trained: int) -> int:

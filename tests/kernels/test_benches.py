@@ -92,13 +92,21 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def training_options(**changes: Any) -> argparse.Namespace:
-    options = {"shape": "tiny", "mixer": "gla", "lengths": [80, 160], "tokens_a_step": 320, "accumulate": 1}
+    options = {
+        "shape": "tiny",
+        "mixer": "gla",
+        "lengths": [80, 160],
+        "tokens_a_step": 320,
+        "accumulate": 1,
+        "documents": 1,
+    }
     options |= {"stages": ["finetune"], "seconds": 0, "plain": False, "device": "cpu", "precision": "float32"}
     return argparse.Namespace(**options | {"json": None} | changes)
 
 
-def test_every_stage_is_checked_and_timed_at_every_length(training, tmp_path: Path) -> None:
-    options = training_options(stages=list(training.STAGES), json=tmp_path / "rows.json")
+@pytest.mark.parametrize("documents", [1, 3])
+def test_every_stage_is_checked_and_timed_at_every_length(documents: int, training, tmp_path: Path) -> None:
+    options = training_options(stages=list(training.STAGES), json=tmp_path / "rows.json", documents=documents)
     rows = training.measure(options)
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
     assert [(row["stage"], row["rows"], row["tokens_a_row"]) for row in rows] == [

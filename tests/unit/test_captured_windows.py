@@ -11,12 +11,14 @@ from replays import replayed_on_a_cpu
 from stages import CPU, SEQ_LEN, folders, make_stage, train
 from tiny import tiny_config
 from tiny_models import build
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from liger_convert.model import sequence
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_base
-from liger_convert.training.capture import MASKLESS, attend_within_one_document
+from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.training.capture import APART, MASKLESS, attend_within_one_document
 
 SLIDING = [
     name
@@ -42,6 +44,31 @@ def test_a_row_of_one_document_is_read_as_with_transformers_masks(
         without = model(row_1T, use_cache=False).logits
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert linear or (without - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.softcap])
+@pytest.mark.parametrize("linear", [False, True])
+def test_rows_of_several_documents_are_read_as_with_transformers_masks(
+    family: str, linear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows have their documents at different places. The control: as one document, they are read otherwise."""
+    base = load_base(folders(family)[0], CPU, torch.float32)
+    model = build(family, type="gla", window=5, sinks=2) if linear else base
+    ids_BT = torch.arange(3, 63).view(2, 30)
+    position_ids_BT = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ((1, 9, 20), (17, 13))])
+    given = {"input_ids": ids_BT, "position_ids": position_ids_BT, "use_cache": False}
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        expected = model(**given).logits
+        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)  # it reads values on the host
+        monkeypatch.setattr(sequence, "find_packed_sequence_indices", None)
+        known = {"metadata": SequenceMetadata.build(ids_BT, position_ids_BT, None, most_documents=3)} if linear else {}
+        model.set_attn_implementation(APART)
+        found = model(**given, **known).logits
+        model.set_attn_implementation(MASKLESS)
+        as_one = model(**given, **known).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert linear or (as_one - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 def test_a_window_that_holds_the_row_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:

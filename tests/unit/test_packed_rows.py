@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from liger_convert.config.sources import FileSource
 from liger_convert.data.documents import Document, load_source
+from liger_convert.data.mixed_rows import mix
 from liger_convert.data.packed_rows import IGNORED, RANDOM_COPIES, collate, pack
 from liger_convert.utils.errors import BadInput
 
@@ -290,6 +291,25 @@ def test_rows_of_any_length_can_repeat_themselves(seq_len: int) -> None:
 def test_data_that_fills_no_row_is_refused(sizes: tuple[int, ...], tokens: int | None) -> None:
     with pytest.raises(BadInput, match="do not fill one row of 8"):
         pack(documents(*sizes) if sizes else [], 8, tokens)
+
+
+@pytest.mark.parametrize("sizes", [(40,), (3, 1, 7), (16, 32, 5, 16), (1, 1, 1, 20, 2)])
+@pytest.mark.parametrize("length", [16, 8])
+def test_the_documents_of_the_fullest_row_are_counted(sizes: tuple[int, ...], length: int) -> None:
+    """Also if rows hold the whole text more than once."""
+    packed = pack(documents(*sizes), 16, 16 * 9, mixed_seq_lens=[(length, 1.0)] if length < 16 else [], batch_size=1)
+    counts = [
+        1 + int((piece_T.diff() != 1).sum())
+        for row in range(len(packed))
+        for piece_T in packed[row]["position_ids"].view(-1, length)
+    ]
+    most = packed.most_documents()
+    assert most == max(counts) if length == 16 else most >= max(counts)
+
+
+def test_the_documents_of_the_fullest_row_of_a_mix_are_counted() -> None:
+    mixed = mix({"long": documents(90), "short": documents(2, 3, 4)}, {"long": 0.5, "short": 0.5}, 16, 16 * 8)
+    assert mixed.most_documents() == max(1 + int((mixed[i]["position_ids"].diff() != 1).sum()) for i in range(8))
 
 
 def test_collate_stacks_rows() -> None:
