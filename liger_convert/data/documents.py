@@ -60,12 +60,14 @@ class Document:
 @dataclass(frozen=True)
 class Documents:
     """The documents of a source: those to train on, those held out, the number of rows skipped as empty, and whether
-    its rows have tools that the chat template does not show."""
+    its rows have tools that the chat template does not show. hidden_roles: the roles whose messages it does not show.
+    """
 
     train: list[Document]
     held_out: list[Document]
     skipped: int
     hides_tools: bool = False
+    hidden_roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class _Text:
 
     where: the name of its row, for error messages. spans: the character ranges that count in the loss; None for all.
     key: texts with the same key are held out together. tools: whether its row has tools for the chat template.
+    hidden: roles of messages that the text does not show.
     """
 
     where: str
@@ -81,6 +84,7 @@ class _Text:
     spans: list[tuple[int, int]] | None
     key: str
     tools: bool = False
+    hidden: frozenset[str] = frozenset()
 
 
 def load_source(
@@ -102,15 +106,15 @@ def load_source(
     """
     if not tokenizer.is_fast:
         raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
-    skipped, tools = 0, False
+    skipped, tools, hidden = 0, False, frozenset[str]()
     if isinstance(source, TeacherSource):
         assert written is not None
         documents = _read(source, written, tokenizer)
         held_out = documents[: source.held_out_documents]
     else:
-        documents, skipped, tools = _documents(source, _parted(source, rows(source)), tokenizer, progress)
+        documents, skipped, tools, hidden = _documents(source, _parted(source, rows(source)), tokenizer, progress)
         if getattr(source, "validation", None):
-            held_out, more, _ = _documents(source, rows(source, validation=True), tokenizer, progress)
+            held_out, more, *_ = _documents(source, rows(source, validation=True), tokenizer, progress)
             skipped += more
         else:
             keys = {key for key, _ in documents}
@@ -128,12 +132,12 @@ def load_source(
             "give more, or name others as validation"
         )
     hides_tools = tools and "tools" not in (tokenizer.chat_template or ALPACA_TEMPLATE)
-    return Documents(train, [document for _, document in held_out], skipped, hides_tools)
+    return Documents(train, [document for _, document in held_out], skipped, hides_tools, hidden)
 
 
 def reference_documents(tokenizer: Any) -> list[Document]:
     """Python's language reference, one document per topic, for metrics that should not depend on the recipe."""
-    documents, _, _ = _documents(PydocSource(), reference_rows(), tokenizer, None)
+    documents, *_ = _documents(PydocSource(), reference_rows(), tokenizer, None)
     return [document for _, document in documents]
 
 
@@ -187,9 +191,9 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
 
 def _documents(
     source: Any, found: Iterable[DataRow], tokenizer: Any, progress: Report | None
-) -> tuple[list[tuple[str, Document]], int, bool]:
-    """[(key, document)] of every nonempty row, the number of empty rows, and whether any row has tools. Raises BadInput
-    if all are empty."""
+) -> tuple[list[tuple[str, Document]], int, bool, frozenset[str]]:
+    """[(key, document)] of every nonempty row, the number of empty rows, whether any row has tools, and the roles of
+    messages that the chat template does not show. Raises BadInput if all rows are empty."""
     template = tokenizer.chat_template or ALPACA_TEMPLATE
     special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's template has them
     if source.format != "text" and template is ALPACA_TEMPLATE and tokenizer.eos_token is None:
@@ -199,19 +203,20 @@ def _documents(
         )
     texts: list[_Text | None] = []
     documents: list[tuple[str, Document]] = []
-    skipped, tools = 0, False
+    skipped, tools, hidden = 0, False, frozenset[str]()
     found = iter(found)
     while texts := [_text(source, row, tokenizer, template) for row in islice(found, 256)]:
         batch = [text for text in texts if text is not None]
         skipped += len(texts) - len(batch)
         tools = tools or any(text.tools for text in batch)
+        hidden = hidden.union(*(text.hidden for text in batch))
         documents += zip([text.key for text in batch], _tokenize(batch, tokenizer, special))
         if progress is not None:
             progress(len(documents), None, f"{len(documents):,} documents")
     if not documents:
         chat = "a question and its answer, which are messages of the roles user and assistant"
         raise BadInput(f"data: {_name(source)} has no row with {chat if source.format == 'messages' else 'any text'}")
-    return documents, skipped, tools
+    return documents, skipped, tools, hidden
 
 
 def _text(source: Any, row: DataRow, tokenizer: Any, template: str) -> _Text | None:
@@ -229,14 +234,14 @@ def _text(source: Any, row: DataRow, tokenizer: Any, template: str) -> _Text | N
     if not messages or not messages[-1]["content"].strip():
         return None
     try:
-        text, spans = _render(messages, tokenizer, template, tools)
+        text, spans, hidden = _render(messages, tokenizer, template, tools)
     except BadInput as error:
         raise BadInput(f"{row.where}: {error}") from None
     if not spans:
         raise BadInput(
             f"{row.where}: with this chat template, its responses cannot be told apart from the text before them"
         )
-    return _Text(row.where, text, spans, row.key or text, tools is not None)
+    return _Text(row.where, text, spans, row.key or text, tools is not None, hidden)
 
 
 def _field(row: DataRow, name: str, default: str | None = None) -> str:
@@ -346,8 +351,8 @@ def _is_text_part(part: Any) -> bool:
 
 def _render(
     messages: list[dict[str, str]], tokenizer: Any, template: str, tools: list[dict[str, Any]] | None
-) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text, and the character ranges of its responses.
+) -> tuple[str, list[tuple[int, int]], frozenset[str]]:
+    """The conversation as text, the character ranges of its responses, and the roles of messages that it does not show.
 
     Some templates render a turn differently once others follow, for example without its reasoning. Such a turn is not
     counted as a response. Nor is one without content of which the template shows nothing else, such as calls of tools:
@@ -359,7 +364,7 @@ def _render(
         return templates.render(tokenizer, shown, template, ask=ask, tools=tools)
 
     text = render(len(messages))
-    spans = []
+    spans, hidden = [], set[str]()
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             asked, answered = render(i, ask=True), render(i + 1)
@@ -368,7 +373,11 @@ def _render(
                 continue
             if text.startswith(answered) and answered.startswith(asked):
                 spans.append((len(asked), len(answered.rstrip())))
-    return text, spans
+        elif message["content"].strip() not in text:  # it may be escaped: what is hidden makes no difference
+            other = [*messages[:i], message | {"content": "."}, *messages[i + 1 :]]
+            if templates.render(tokenizer, other, template, tools=tools) == text:
+                hidden.add(message["role"])
+    return text, spans, frozenset(hidden)
 
 
 def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator[Document]:

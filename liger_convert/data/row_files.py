@@ -76,7 +76,7 @@ def file_rows(path: Path) -> Iterator[DataRow]:
 def _data_files(folder: Path) -> list[Path]:
     """What below a folder has the name of a data file, sorted, even if it is none that can be read: that is refused
     later. Hidden folders, as notebooks and version control leave them, are passed over like hidden files. Raises
-    BadInput for other folders whose files would be missing in silence."""
+    BadInput for other folders whose files would be missing in silence, and for data of a kind that is not read."""
 
     def refuse(error: OSError) -> None:
         raise BadInput(f"{error.filename}: cannot be read ({error.strerror})")
@@ -87,7 +87,11 @@ def _data_files(folder: Path) -> list[Path]:
         if links := [name for name in sorted(folders) if os.path.islink(Path(place, name))]:
             what = "is a link to a folder, and links to folders are not followed"
             raise BadInput(f"{Path(place, links[0])}: {what}; name that folder as a source of its own, or move it here")
-        found += [Path(place, name) for name in names if is_data_file(Path(name))]
+        for name in sorted(names):
+            if is_data_file(Path(name)):
+                found.append(Path(place, name))
+            elif not name.startswith(".") and Path(name).suffix.lower() in DATA:
+                raise BadInput(f"{Path(place, name)}: cannot be read; {_known()}; convert it, or move it elsewhere")
     return sorted(found)
 
 
@@ -219,6 +223,8 @@ READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
     PARQUET: _parquet,
 }
 OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".xz": lzma.open, ".gz": gzip.open, ".zst": _zst}
+# Endings of files with data, in small letters; a folder may have other files as well, such as a README.md.
+DATA = {*READERS, *OPENERS, ".ndjson", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".bz2", ".lz4", ".zip", ".tar"}
 
 
 class _Decoded:

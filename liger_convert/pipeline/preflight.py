@@ -108,8 +108,8 @@ def wider_windows(plan: Plan) -> list[str]:
 def check_documents(
     recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
 ) -> list[str]:
-    """Warnings about rows that are left out, tools that no template shows, text that the tokenizer cannot read,
-    documents that never leave the window, and sources that are read many times. unknown: the id of the tokenizer's
+    """Warnings about rows that are left out, tools and roles that no template shows, text that the tokenizer cannot
+    read, documents that never leave the window, and sources that are read many times. unknown: the id of the tokenizer's
     unknown token, if it has one. Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 
@@ -131,6 +131,10 @@ def check_documents(
         if read.hides_tools:
             said = "its rows have tools, but the base's chat template does not show them"
             warnings.append(f"data.{name}: {said}, so the model learns to call what it was not told of")
+        if read.hidden_roles:
+            roles = " and ".join(sorted(read.hidden_roles))
+            said = f"the base's chat template does not show messages of the role {roles}"
+            warnings.append(f"data.{name}: {said}, so the model learns to answer what it was not told of")
         if unknown is not None and (share := _share_of(unknown, read.train)) > UNKNOWN:
             said = (
                 f"{share:.0%} of its tokens are the unknown token of the base's tokenizer, which cannot read this text"

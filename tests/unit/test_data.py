@@ -260,6 +260,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (lambda path: (path / "b.jsonl").symlink_to("gone.jsonl"), r"b\.jsonl: is a link to a file that is not there"),
         (lambda path: os.mkfifo(path / "b.jsonl"), r"b\.jsonl: is a pipe, not a file"),
         (lambda path: (path / "b").symlink_to(path.parent), r"b: is a link to a folder, and links to folders are not"),
+        (lambda path: (path / "B.JSONL").touch(), r"B\.JSONL: cannot be read; a data file ends in \.jsonl"),
+        (lambda path: (path / "b.jsonl.bz2").touch(), r"b\.jsonl\.bz2: cannot be read; a data file ends in"),
+        (lambda path: (path / "b.arrow").touch(), r"b\.arrow: cannot be read; .*; convert it, or move it elsewhere"),
     ],
 )
 def test_data_of_a_folder_that_would_be_missing_in_silence_is_named(
@@ -367,6 +370,15 @@ def test_tools_that_are_no_list_of_tools_are_refused(tools: object, tmp_path: Pa
 def test_a_chat_without_tools_is_as_one_that_has_no_column_for_them(tools: object, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"messages": TALK, "tools": tools}])
     assert not load(tmp_path / "a.jsonl", "messages").hides_tools
+
+
+def test_roles_that_the_chat_template_does_not_show_are_told(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Two?"}, {"role": "tool", "content": 'say "2"'}]
+    write(tmp_path / "a.jsonl", [{"messages": [*talk, {"role": "assistant", "content": "It is 2."}]}])
+    hides = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
+    escapes = CHATML.replace("{{ message['content'] }}", "{{ message['content'] | replace('\"', '&quot;') }}")
+    for template, hidden in ((hides, {"tool"}), (escapes, set()), (CHATML, set())):
+        assert load(tmp_path / "a.jsonl", "messages", bpe(template)).hidden_roles == hidden
 
 
 @pytest.mark.parametrize("content", ["", None])

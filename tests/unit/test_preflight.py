@@ -265,6 +265,16 @@ def test_tools_that_the_chat_template_does_not_show_are_told(home: Path, capsys:
     assert "data.chat: its rows have tools, but the base's chat template does not show them" in warning
 
 
+def test_roles_that_the_chat_template_does_not_show_are_told(home: Path, capsys: Any) -> None:
+    template = home / "base/chat_template.jinja"
+    template.write_text(template.read_text().replace("in messages %}", "in messages if m['role'] != 'system' %}"))
+    chat = [{"role": "user", "content": "Count to nine. " * 9}, {"role": "assistant", "content": "one two three " * 9}]
+    lines(home / "chat.jsonl", [{"messages": [{"role": "system", "content": "Be brief."}, *chat]}] * 30)
+    source = "data.chat={source: file, path: chat.jsonl, format: messages}"
+    (warning,) = warned(words(source, "stages[0].data=chat"), capsys)
+    assert "data.chat: the base's chat template does not show messages of the role system, so the model" in warning
+
+
 def test_text_that_the_tokenizer_cannot_read_is_told(home: Path, capsys: Any) -> None:
     tokenizer = json.loads((home / "base/tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["<unk>"] = tokenizer["model"]["vocab"].pop("~")
