@@ -234,7 +234,13 @@ def _text(source: Any, row: DataRow, tokenizer: Any, template: str) -> _Text | N
     if not messages or not messages[-1]["content"].strip():
         return None
     try:
-        text, spans, hidden = _render(messages, tokenizer, template, tools)
+        called = [_with_arguments(message) for message in messages]
+        try:
+            text, spans, hidden = _render(called, tokenizer, template, tools)
+        except BadInput:
+            if called == messages:
+                raise
+            text, spans, hidden = _render(messages, tokenizer, template, tools)  # some templates take JSON text
     except BadInput as error:
         raise BadInput(f"{row.where}: {error}") from None
     if not spans:
@@ -343,6 +349,24 @@ def _with_text(message: Any) -> Any:
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return message | {"content": "".join(part["text"] for part in content)}
     return message
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls of tools have objects for arguments, which chat templates write as JSON. OpenAI's format
+    has JSON text there, of which they would write a quoted text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return message
+    return message | {"tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _parsed(call["function"])}
+    with contextlib.suppress(ValueError):  # what is no JSON stays text
+        if isinstance(text := call.get("arguments"), str) and isinstance(found := parse_json(text), dict):
+            return call | {"arguments": found}
+    return call
 
 
 def _is_text_part(part: Any) -> bool:

@@ -204,9 +204,19 @@ def _parquet(path: Path) -> Iterator[DataRow]:
             for batch in file.iter_batches(PARQUET_ROWS):
                 for value in batch.to_pylist():
                     number += 1
-                    yield DataRow(f"{path} row {number}", value)
+                    yield DataRow(f"{path} row {number}", without_nulls(value))
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise BadInput(f"{path}: cannot be read as a parquet file ({first_line(error)})") from None
+
+
+def without_nulls(value: Any, depth: int = 0) -> Any:
+    """A row of a table without the nulls that its format has added: a struct, such as a tool's parameters, has all the
+    fields that it has in any row. The columns of the row itself stay, even if null."""
+    if isinstance(value, dict):
+        return {
+            name: without_nulls(field, depth + 1) for name, field in value.items() if field is not None or not depth
+        }
+    return [without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def _zst(raw: BinaryIO) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.config.sources import FileSource, HubSource, PydocSource
-from liger_convert.data.row_files import DataRow, file_rows
+from liger_convert.data.row_files import DataRow, file_rows, without_nulls
 from liger_convert.utils.errors import BadInput, first_line
 
 # Answers about long topics are cut after the last paragraph within this length, so that question and answer fit in a
@@ -46,7 +46,7 @@ def hub_rows(source: HubSource, split: str) -> Iterator[DataRow]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise BadInput(f"{where}, split {split}: cannot be loaded ({first_line(error)})") from None
     for number, value in enumerate(dataset):
-        yield DataRow(f"{where}, split {split}, row {number}", value)
+        yield DataRow(f"{where}, split {split}, row {number}", without_nulls(value))
 
 
 def pydoc_rows(*, questions: bool) -> Iterator[DataRow]:

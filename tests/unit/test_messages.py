@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -43,3 +45,51 @@ def test_responses_for_a_tokenizer_without_a_token_that_ends_them_are_refused(tm
         load_source(source, tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE
     assert load_source(source, tokenizer).train
+
+
+# --- calls of tools
+
+# as Qwen2.5's, which writes arguments as JSON, and as DeepSeek's, which takes a text
+AS_JSON, AS_TEXT = ("{{ call.function.arguments | tojson }}", "{{ 'with ' + call.function.arguments }}")
+
+
+def called(path: Path, arguments: str) -> str:
+    """The text of the only chat in the file `path`, with a template that shows tools and the `arguments` of calls."""
+    shown = "{{ m['content'] }}{% for call in m.tool_calls or [] %}" + arguments + "{% endfor %}"
+    tokenizer = tiny_tokenizer()
+    template = CHAT_TEMPLATE.replace("{{ m['content'] }}", shown)
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + template
+    documents = load_source(FileSource(path=str(path), format="messages"), tokenizer)
+    return str(tokenizer.decode(documents.train[0].ids))
+
+
+def calling(arguments: Any, tool: dict[str, Any]) -> dict[str, Any]:
+    """A row with one call of a tool."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}
+    answer = {"role": "assistant", "content": "I."}
+    return {"messages": [{"role": "user", "content": "Who?"}, call, answer], "tools": [tool]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "template", "shown"),
+    [
+        ('{"a": 1}', AS_JSON, '{"a": 1}'),
+        ({"a": 1}, AS_JSON, '{"a": 1}'),
+        ("all", AS_JSON, '"all"'),
+        ('{"a": 1}', AS_TEXT, 'with {"a": 1}'),
+    ],
+    ids=["text", "an object", "no JSON", "a template for texts"],
+)
+def test_arguments_of_a_call_that_are_json_text_are_written_as_json(
+    arguments: Any, template: str, shown: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(calling(arguments, {"name": "pick"})) + "\n")
+    assert f"<s>assistant: {shown}</s>" in called(tmp_path / "a.jsonl", template)
+
+
+def test_nulls_that_a_table_adds_to_tools_and_their_calls_are_not_shown(tmp_path: Path) -> None:
+    rows = [calling({"a": 1}, {"a": {"type": "int"}}), calling({"b": 2}, {"b": {"type": "int"}})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert "null" in json.dumps(pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist()), "or nothing is tested"
+    assert called(tmp_path / "a.parquet", AS_JSON) == called(tmp_path / "a.jsonl", AS_JSON)
