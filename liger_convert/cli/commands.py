@@ -35,6 +35,7 @@ from liger_convert.io.weight_scale import weight_scale
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.gla import GLA
+from liger_convert.mixers.trained import caution
 from liger_convert.model import linear_layers
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
@@ -375,8 +376,9 @@ def _loader(source: str, mixer: str | None, options: bench.Options) -> Iterator[
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
     """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
 
-    left_out: what its paper's layer has and it has not, or only by an option. fast_paths: the implementations of its
-    recurrence other than the plain loop. Raises BadInput for heads that do not divide.
+    left_out: what its paper's layer has and it has not, or only by an option. caution: that it was worse in training
+    than a window alone, and at which budget; empty for most. fast_paths: the implementations of its recurrence other
+    than the plain loop. Raises BadInput for heads that do not divide.
     """
     if heads % kv_heads:
         raise BadInput(f"--heads: {heads} query heads are not a multiple of {kv_heads} key-value heads")
@@ -388,6 +390,7 @@ def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict
             "summary": mixer.summary,
             "gate": mixer.gate_rule,
             "left_out": mixer.left_out,
+            "caution": caution(name),
             "recurrence": mixer.recurrence,
             "fast_paths": _fast_paths(mixer.recurrence),
             "state": {state: list(shape) for state, shape in shapes.items()},

@@ -46,7 +46,7 @@ def mixers(
     as_json: Json = False,
 ) -> None:
     """List the mixers that can replace attention: gate, recurrence and its fast paths, state of one layer, what is
-    left out of the paper's layer, and options.
+    left out of the paper's layer, whether training left it behind a window alone, and options.
 
     Example: linearize mixers --heads 9 --kv-heads 3 --head-size 64
     """
@@ -64,6 +64,7 @@ def mixers(
             "  recurrence": about["recurrence"] + paths,
             "  state": decimal(about["state_bytes"]),
             "  lacks": about["left_out"],
+            "  caution": about["caution"],
             "  options": " ".join(values),
         }
         for title, text in rows.items():

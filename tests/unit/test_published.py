@@ -25,6 +25,7 @@ from liger_convert.cli import main
 from liger_convert.config import recipe
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.mixers.base import Mixer
+from liger_convert.mixers.trained import BEHIND_WINDOW, BUDGET, WINDOW
 from liger_convert.model.loading import linearize_base
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training import stage as training
@@ -238,6 +239,24 @@ def test_a_piece_that_is_left_out_is_told(name: str, piece: str, capsys: pytest.
     assert piece in json.loads(capsys.readouterr().out)[name]["left_out"]
     page = (ROOT / "docs/mixers.md").read_text()
     assert f"| `{name}` | {MIXERS[name].left_out} |" in page
+
+
+def test_mixers_that_lost_to_the_window_alone_say_so_and_at_which_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    table = (ROOT / "docs/results.md").read_text().partition("## Every mixer at equal tokens")[2].partition("###")[0]
+    text = {name: float(ppl) for name, ppl in re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \|", table, re.M)}
+    assert text.keys() == MIXERS.keys(), "the table of results has a row for every mixer"
+    assert text["window"] == WINDOW
+    assert {name: ppl for name, ppl in text.items() if ppl > WINDOW} == BEHIND_WINDOW
+    assert main.main(["mixers", "--json"]) == 0
+    told = {name: about["caution"] for name, about in json.loads(capsys.readouterr().out).items() if about["caution"]}
+    assert told.keys() == BEHIND_WINDOW.keys()
+    page = (ROOT / "docs/mixers.md").read_text()
+    for name, sentence in told.items():
+        assert BUDGET in sentence
+        assert f"{text[name]:.2f}, with `window` {WINDOW}" in sentence
+        assert f"- `{name}`: {sentence}\n" in page
+    assert main.main(["mixers"]) == 0
+    assert capsys.readouterr().out.count("  caution ") == len(told)
 
 
 IN_WORDS = {
