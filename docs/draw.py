@@ -162,7 +162,7 @@ def _recovery(drawing: Drawing) -> None:
         ("every layer linear", linear, "linearized", "window", "middle", 20),
         ("7 of 30 softmax", hybrid, "linearized", "sink", "end", -14),
         ("base", linear, "base", "query", "end", -34),
-        ("published recipe", paper, "linearized", "memory", "start", 24),
+        ("Liger's layer", paper, "linearized", "memory", "start", 24),
     ]
     for label, report, model, look, anchor, above in points:
         side = "base" if model == "base" else "linearized"

@@ -29,7 +29,7 @@ from liger_convert.pipeline.pages.read import read_report
 PAGE = Path(__file__).parent / "reports" / "methods.md"
 MADE = "<!-- Made by eval/methods.py from the reports beside it; change what it reads, not this page. -->"
 KINDS = {  # kinds by a part of the folder's name; the first match counts
-    "liger-paper": "Liger's layer",
+    "smollm2-135m-liger-paper": "Liger's layer",  # not trained as published
     "liger-": "Liger as published",
     "lolcats": "other method",
     "lizard": "other method",
