@@ -140,10 +140,11 @@ def evaluate_models(
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 options["report"] = report
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
+        cautions = _cautions(model, folders[model], inputs, trust_remote_code)
     said = notes[model]
     if baseline is not None:  # its context may be another, and so may be what of the suite it is measured on
         said = said + [f"--baseline {baseline}: {note}" for note in notes[baseline] if note not in said]
-    said = [*said, *cut_prompts(found), *_cautions(model, folders[model], inputs, trust_remote_code)]
+    said = [*said, *cut_prompts(found), *cautions]
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 import typer
 import yaml
+from gguf_models import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
+from transformers import AutoModelForCausalLM
 
 from liger_convert.benchmark.shapes import SHAPES
 from liger_convert.cli import completion, main
@@ -316,6 +318,12 @@ def test_eval_measures_a_model_beside_its_baseline(home, capsys):
     assert set(models["base"]) == {"text_ppl", "text_byte_ppl", "copy_nll_8"}
     assert models["base"] != models["linearized"]
     assert "copy_nll_8" in output(capsys, *words)
+
+
+def test_eval_measures_a_gguf_file(home, capsys):
+    write_gguf(Path("base.gguf"), AutoModelForCausalLM.from_pretrained("base"))
+    words = ["eval", "base.gguf", "--suite", "suite.yaml", "--text", "text.jsonl", "--json"]
+    assert set(json.loads(output(capsys, *words))["models"]["model"]) == {"text_ppl", "text_byte_ppl", "copy_nll_8"}
 
 
 def test_diagnose_measures_each_branch_and_the_controls(home, capsys):
