@@ -12,9 +12,9 @@ SOURCE := $(VENV)/transformers-source
 BIN := $(VENV)/bin
 RECIPE := recipes/smollm2-135m-quick.yaml
 OUT ?= runs/demo
-# The runs behind eval/reports/. All but the short ones want a GPU; a run that was stopped goes on. SET holds further
-# options of all of them, and `make report-NAME` makes one. A manifest quotes them, so give local files by paths below
-# this folder, say
+# Runs behind eval/reports/; the manifests of the others there say how they were made. All but the short ones want a GPU;
+# a run that was stopped goes on. SET holds further options of all of them, and `make report-NAME` makes one. A manifest
+# quotes them, so give local files by paths below this folder, say
 #   make report-smollm2-135m-gla SET="--set base=runs/inputs/SmolLM2-135M-Instruct --set eval.data=runs/inputs/tasks"
 REPORTS := $(addprefix smollm2-135m-,gla-short hybrid-short liger-paper-short gla hybrid liger-paper)
 SET ?=

@@ -3,8 +3,10 @@
     python eval/methods.py             writes it
     python eval/methods.py --check     says so and exits with 1 if it is out of date
 
-A report is a folder in eval/reports with a report.json and a manifest.json. Reports share a table if their bases have
-the same measures over the same number of rows, because then they are of the same base on the same text.
+A report is a folder in eval/reports with a report.json and a manifest.json. What was measured of its models after the
+run, by `linearize diagnose` and `linearize eval`, is in a measures.json beside them: {"models": {NAME: {METRIC: …}}}.
+Reports share a table if their bases have the same perplexities, and other measures, over the same number of rows,
+because then they are of the same base on the same text.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ HIDDEN = "_byte_ppl"  # metrics not shown, as they measure the same text again
 
 @dataclass(frozen=True)
 class Method:
-    """One committed report: its folder, its report.json and its manifest.json."""
+    """One committed report: its folder, its report.json with all measures, and its manifest.json."""
 
     folder: Path
     report: dict[str, Any]
@@ -62,12 +64,17 @@ class Method:
     def training(self) -> str:
         """`align 1.00M, finetune 12.00M (LoRA); 8.5 min`: kept stages with their tokens, and how long they took."""
         stages = [stage for stage in self.report["training"] if stage.get("kept", True)]
-        resolved = self.manifest["recipe"]["resolved"]["stages"]
         told = [
-            f"{stage['kind']} {stage['tokens'] / 1e6:.2f}M{' (LoRA)' if resolved[_number(stage)].get('lora') else ''}"
+            f"{stage['kind']} {stage['tokens'] / 1e6:.2f}M{' (LoRA)' if self._has_lora(_number(stage)) else ''}"
             for stage in stages
         ]
         return f"{', '.join(told)}; {sum(stage['seconds'] for stage in stages) / 60:.1f} min"
+
+    def _has_lora(self, stage: int) -> bool:
+        """Whether the stage of that index trained adapters, by its recipe or because the plan chose to."""
+        adapted = self.report["plan"].get("adapted", [])
+        in_recipe = self.manifest["recipe"]["resolved"]["stages"][stage].get("lora")
+        return bool(in_recipe) or any(sentence.startswith(f"stages[{stage}].lora:") for sentence in adapted)
 
     @property
     def _specs(self) -> dict[str, dict[str, Any]]:
@@ -90,7 +97,20 @@ def _described(spec: Mapping[str, Any]) -> str:
 def methods(reports: Path) -> list[Method]:
     """Every report in the folder `reports`, by name. Raises BadInput if one cannot be read."""
     folders = sorted(file.parent for file in reports.glob("*/report.json"))
-    return [Method(folder, read_report(folder), read_json(folder / "manifest.json")) for folder in folders]
+    return [Method(folder, _report(folder), read_json(folder / "manifest.json")) for folder in folders]
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    """The report with the measures of measures.json. Those replace the run's own of the same metrics in all columns, as
+    a run may have measured them on fewer rows."""
+    report, file = read_report(folder), folder / "measures.json"
+    if file.is_file():
+        later = read_json(file)["models"]
+        again = {metric for measured in later.values() for metric in measured}
+        for name, measured in report["models"].items():
+            kept = {metric: value for metric, value in measured.items() if metric not in again}
+            report["models"][name] = kept | later.get(name, {})
+    return report
 
 
 def page(found: Sequence[Method]) -> str:
@@ -102,9 +122,14 @@ def page(found: Sequence[Method]) -> str:
         "",
         "Every figure is that of a committed report, to which a method's name leads. ± is the standard error of one",
         "model. All models of a table read the same text, so differences between them are more certain.",
-        "Perplexities (`ppl`) and losses (`nll`) are better when lower, everything else when higher. *memory ablated*",
+        "A `measures.json` beside a report has what was measured of its models after the run. `text` is held-out text",
+        "of the kind that a method was trained on, and so are copies; `other` is wikitext-2. Perplexities (`ppl`) and",
+        "losses (`nll`) are better when lower, everything else when higher. *memory ablated*",
         f"is the model above it with its memory switched off. Cache: of one sequence of {CONTEXT:,} tokens. An empty",
-        "cell was not measured.",
+        "cell was not measured there. An untrained window is that of the first method below with such layers.",
+        "",
+        "Not here, as no reports of them are committed: LoLCATs, Lizard's form, gated DeltaNet without convolution,",
+        "the other mixers, and further seeds of the default. [Results](../../docs/results.md) has their figures.",
     ]
     groups: list[list[Method]] = []
     for method in found:
@@ -119,11 +144,12 @@ def page(found: Sequence[Method]) -> str:
 
 
 def _same_base(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two reports share a metric of their bases, and agree on all that they share."""
+    """Whether two reports share a perplexity of their bases, and agree on all measures that they share."""
     first, second = (report["models"]["base"] for report in (one, other))
     shared = [metric for metric in first if metric in second]
     pairs = [(first[metric], second[metric]) for metric in shared]
-    return bool(shared) and all(a["n"] == b["n"] and alike(a["value"], b["value"]) for a, b in pairs)
+    same = all(a["n"] == b["n"] and alike(a["value"], b["value"]) for a, b in pairs)
+    return same and any(metric.endswith("_ppl") for metric in shared)
 
 
 def _table(members: Sequence[Method]) -> list[str]:
