@@ -70,8 +70,9 @@ def _entries(part: dict[str, nn.Parameter], plain: Any) -> list[Entry]:
 
 def _data(part: dict[str, nn.Parameter], plain: Any, start: Chain | None) -> Iterator[Tensor]:
     """Yields the tensors of a file in order, flattened and on the CPU."""
-    if start is not None:
-        processes.barrier()  # per file, because writing all files may take longer than the timeout of a collective
+    if any(isinstance(parameter, DTensor) for parameter in part.values()):
+        # that of `help_to_write`; per file, because writing all files may take longer than the timeout of a collective
+        processes.barrier()
     for name, parameter in part.items():
         if start is None or parameter.requires_grad:
             stored = _stored(name, _whole(parameter), plain)

@@ -70,3 +70,18 @@ def test_what_is_not_trained_is_read_where_the_stage_began(family: str, fused: b
     assert {x.dtype for x in written.values()} == {torch.float32}
     write_model(model, tmp_path / "control")
     assert not any(torch.equal(x, before[name]) for name, x in stored(tmp_path / "control").items())
+
+
+def test_a_model_that_every_process_holds_is_written_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, frozen weights come from where the stage began, also if weights are not sharded. The other processes
+    then do not help, so that the first would wait for them forever."""
+
+    def waits() -> None:
+        raise AssertionError("waited for the other processes")
+
+    monkeypatch.setattr(full_result.processes, "barrier", waits)
+    linearized = folders()[1]
+    write_model(load_linearized(linearized), tmp_path / "written", Chain(linearized))
+    assert equal(stored(tmp_path / "written"), stored(linearized))
