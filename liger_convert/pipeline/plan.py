@@ -32,6 +32,7 @@ from liger_convert.training.memory_estimate import (
     count,
     inference_bytes,
 )
+from liger_convert.training.traffic_estimate import ASSUMED
 from liger_convert.utils.device import compute_dtype, named_device, pick_device
 from liger_convert.utils.errors import BadInput
 
@@ -219,8 +220,11 @@ class Plan:
             for column in table.columns[1:]:
                 column.justify = "left" if column.header == "of" else "right"
         without = Text(f"estimated for {self.memory_for}; what the interpreter itself takes is not counted")
+        traffic = [Text(f"{stage.kind}: {stage.traffic.line()}") for stage in self.stages if stage.traffic is not None]
+        if traffic:
+            traffic.insert(0, Text(f"traffic of a GPU in a step, {ASSUMED}:"))
         fitted = [Text(f"adapted to this base: {sentence}") for sentence in self.adapted]
-        return Group(*tables, memory, without, room, *fitted)
+        return Group(*tables, memory, without, room, *traffic, *fitted)
 
 
 def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:

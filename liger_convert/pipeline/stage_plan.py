@@ -24,6 +24,8 @@ from liger_convert.training.memory_estimate import (
     waiting_bytes,
 )
 from liger_convert.training.student import count_adapters, count_trained
+from liger_convert.training.traffic_estimate import Traffic
+from liger_convert.training.traffic_estimate import estimate as estimate_traffic
 
 GATHERED_SHARE = 0.8  # of a GPU's memory, up to which layers stay gathered; estimates are off by up to a fifth
 
@@ -39,6 +41,7 @@ class StagePlan:
     sharded_bytes: peak of each of several processes if they shard the weights; None for one process.
     gathered_bytes: how much higher that peak is if layers stay gathered, see `training/sharding.py`.
     waiting_bytes: peak if the layers of the teacher are offloaded to the host's memory; None if they cannot be.
+    traffic: what each of several processes sends and computes in a step; None for one process.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class StagePlan:
     sharded_bytes: int | None = None
     gathered_bytes: int = 0
     waiting_bytes: int | None = None
+    traffic: Traffic | None = None
 
     def is_sharded(self, sharding: str, room: int | None) -> bool:
         """Whether a recipe with this `sharding` shards the stage on GPUs with `room` bytes (None: no GPU)."""
@@ -118,12 +122,13 @@ class StagePlanner:
         adapters, magnitudes = count_adapters(stage, self.config, self.shapes)
         parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute, magnitudes)
         parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
-        sharded, gathered = None, 0
+        sharded, gathered, traffic = None, 0, None
         if processes > 1:
             shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
             measuring = measuring_bytes(own, self.config, self.sizes, self.compute, processes)
             sharded = max(sum(shared.values()), measuring)
             gathered = kept_gathered_bytes(parts, self.config, self.sizes, self.compute, processes)
+            traffic = estimate_traffic(stage, self.config, self.shapes, adapters, self.compute, processes, shards)
             parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
         waiting = None
@@ -131,4 +136,5 @@ class StagePlanner:
             waiting = peak - waiting_bytes(self.config, self.sizes, self.compute)
         tokens = stage.steps * stage.step_tokens
         started = adapters if stage.uses_pissa else 0
-        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, started, sharded, gathered, waiting)
+        memory = peak, parts, started, sharded, gathered, waiting
+        return StagePlan(stage.kind, tokens, stage.sources, trained, *memory, traffic)

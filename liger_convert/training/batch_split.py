@@ -25,9 +25,9 @@ def split_batch(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int
         why = f"{shards} processes share a row, but {processes} cannot be split into groups of {shards}"
         raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")
     processes //= shards
-    if not _divides(stage, processes):
+    if not divides(stage, processes):
         rows = f"{stage.kind}: batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation}"
-        fewer = next(number for number in range(processes - 1, 0, -1) if _divides(stage, number))
+        fewer = next(number for number in range(processes - 1, 0, -1) if divides(stage, number))
         other = -(-stage.grad_accumulation // processes) * processes
         how = f"start {fewer * shards}, or set grad_accumulation: {other}, which trains on a larger batch"
         groups = "processes" if shards == 1 else f"groups of {shards} processes"
@@ -46,5 +46,6 @@ def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:
     return steps
 
 
-def _divides(stage: Stage, processes: int) -> bool:
+def divides(stage: Stage, processes: int) -> bool:
+    """Whether the rows of a step divide evenly among `processes` processes."""
     return stage.batch_size % (processes // math.gcd(processes, stage.grad_accumulation)) == 0
