@@ -108,6 +108,18 @@ def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: 
     assert distance(learned(folder / f"{name}-same"), alone) > 1000 * rounding
 
 
+@pytest.mark.slow
+def test_four_processes_learn_what_one_does(one: dict[str, Any], tmp_path: Path) -> None:
+    """A row of each step for each. The control trains all processes on the rows of the first."""
+    names = ["align", "finetune"]
+    jobs = [{"name": name, "out": f"{tmp_path}/{name}", "plain": True, "fields": EVERY} for name in names]
+    told(4, tmp_path, [*jobs, jobs[-1] | {"out": f"{tmp_path}/same", "same_rows": True}])
+    for name in names:
+        _, alone, rounding = one[name]
+        assert distance(learned(tmp_path / name), alone) < 10 * rounding
+    assert distance(learned(tmp_path / "same"), alone) > 1000 * rounding
+
+
 def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     """A replay calls no hooks, so gradients are averaged after it. In `mixed`, the processes have rows of different
     lengths in a step and capture their graphs in different steps. One control trains on equal rows, and the other

@@ -141,6 +141,18 @@ def test_processes_that_share_the_weights_learn_what_one_does(one: Any, two: Any
 
 
 @pytest.mark.slow
+def test_four_processes_that_share_the_weights_learn_what_one_does(one: Any, tmp_path: Path) -> None:
+    """Each has a row of each step. Of tensors with two rows, such as those of two heads, two of them hold nothing. The
+    control trains all processes on the rows of the first."""
+    cases = {"align": CASES["align"], "align-same": CONTROLS["align-same"]}
+    several = told(4, tmp_path, [job(tmp_path / name, case, shard=True) for name, case in cases.items()])
+    _, alone, rounding = one("align")
+    assert several["align"]["sharded"]
+    assert distance(learned(tmp_path / "align"), alone) < 10 * rounding
+    assert distance(learned(tmp_path / "align-same"), alone) > 1000 * rounding
+
+
+@pytest.mark.slow
 def test_variants_of_adapters_learn_what_they_do_in_one_process(one: Any, tmp_path: Path) -> None:
     told(2, tmp_path, [job(tmp_path / name, case, shard=True) for name, case in VARIANTS.items()])
     for name in VARIANTS:
