@@ -155,13 +155,18 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
     return stats | {"held": held(made[0]), "mixers_computed_in": sorted(computed), "flat": made[0].flat}
 
 
-if __name__ == "__main__":
+def given_jobs() -> list[dict[str, Any]]:
+    """The jobs in the file that the command line names, with the models they need made."""
     torch.set_num_threads(1)
-    jobs = json.loads(Path(sys.argv[1]).read_text())
+    jobs: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
     for job in jobs:  # while there is no group, in which transformers saves in one process only
         options = job.get("options", {})
         folders(options.get("family", "llama"), **options.get("changes", {}))
-    for job in jobs:
+    return jobs
+
+
+if __name__ == "__main__":
+    for job in given_jobs():
         found = do(job)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found), flush=True)

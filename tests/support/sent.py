@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from ranks import do
-from stages import folders
+from ranks import do, given_jobs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,12 +65,7 @@ def count(job: dict[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    for job in jobs:  # while there is no group, in which transformers saves in one process only
-        options = job.get("options", {})
-        folders(options.get("family", "llama"), **options.get("changes", {}))
-    for job in jobs:
+    for job in given_jobs():
         found = count(job)
         all_found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(all_found, found)

@@ -1,19 +1,23 @@
-"""What is captured of a training keeps to the sliding windows of the base, also in layers that stay as they are."""
+"""What is captured of a training keeps to the sliding windows of the base, also in layers that stay as they are, and to
+the documents of a row."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from replays import replayed_on_a_cpu
-from stages import CPU, SEQ_LEN, folders, make_stage, train
+from safetensors.torch import load_file
+from stages import CPU, SEQ_LEN, files_of, folders, make_stage, train
 from tiny import tiny_config
 from tiny_models import build
 from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.model import sequence
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_base
@@ -94,3 +98,37 @@ def test_replayed_passes_train_as_plain_ones(family: str, tmp_path: Path, monkey
         replayed = train(stage, tmp_path / "replayed", family=family)
     assert done.count("replayed") == 2
     np.testing.assert_allclose(replayed["loss"], plain["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("align", {}),
+        ("align", {"layerwise": True}),
+        ("distill", {"mixed_seq_lens": [{"seq_len": SEQ_LEN // 2, "fraction": 0.5}]}),
+        ("finetune", {}),
+        pytest.param("lora", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_replayed_passes_keep_documents_apart(
+    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: with room for too few documents, whose sinks are then missing, the losses are others."""
+    only = {"align": {"calibrate": False}, "distill": {}}.get(name, {"loss_on": "all"})
+    stage = make_stage(name, steps=3, accumulation=2, **only, **changes)
+    plain = train(stage, tmp_path / "plain")
+    losses = []
+    for out, most in (("replayed", PackedDataset.most_documents), ("few", lambda _: 1)):
+        with monkeypatch.context() as patches:
+            done = replayed_on_a_cpu(patches)
+            patches.setattr(PackedDataset, "most_documents", most)
+            losses.append(train(stage, tmp_path / out)["loss"])
+        assert done.count("replayed") == 6 * (2 if "layerwise" in changes else 1)
+    np.testing.assert_allclose(losses[0], plain["loss"], rtol=1e-5)
+    assert np.abs(np.subtract(losses[1], plain["loss"])).max() > 1e-3 * np.max(plain["loss"])
+    before, after = (
+        {k: v for f in files_of(out) for k, v in load_file(f).items()}
+        for out in (tmp_path / "plain", tmp_path / "replayed")
+    )
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=1e-4, atol=1e-5, msg=key)
