@@ -1,6 +1,7 @@
 """Turns a recipe and the base's config into a plan: what each layer becomes, and all sizes. Reads no weights.
 
-`training.memory_estimate` and `training.disk_estimate` estimate memory and disk use.
+`training.memory_estimate`, `training.disk_estimate` and `training.traffic_estimate` estimate memory, disk use and what
+GPUs send each other.
 """
 
 from __future__ import annotations

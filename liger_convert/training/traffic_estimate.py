@@ -1,6 +1,6 @@
 """Estimates what each GPU sends in an optimizer step, and what it computes meanwhile, from a config alone.
 
-N processes send over links of w bytes a second and compute up to f operations a second. Sending costs no time while
+N processes, here also called GPUs, send over links of w bytes a second and compute up to f operations a second. Sending costs no time while
 bytes / w <= operations / f, because it can then overlap with the computation. `needed_bandwidth` is the w at which both
 are equal. Of a collective on n bytes, a process sends (N - 1)/N n in an all-gather, a reduce-scatter or an all-to-all,
 and twice that in an all-reduce, as rings do.
@@ -8,8 +8,8 @@ and twice that in an all-reduce, as rings do.
 The messages of a few bytes that each step also has (the number of labels, the loss, the norm of the gradients) are left
 out, and so is the padding of tensors whose first dimension N does not divide.
 
-Symbols in the formulas: C hidden size, H query heads, G key-value heads, D head size, S shards of a row, t tokens of a
-shard in a micro-batch, B its rows, e bytes per element in the compute dtype, T trained parameters.
+Symbols in the formulas: H query heads, G key-value heads, D head size, S shards of a row, e bytes per element in the
+compute dtype.
 """
 
 from __future__ import annotations
@@ -140,13 +140,13 @@ def sequence_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -
     """What each process sends in a step if `shards` processes share each row, see `sequence_parallel.py`, by purpose.
     Nothing for one.
 
-    neighbors   for each linearized layer, to the next process the keys, values and deferred inputs of a window, the
-                sinks, and the states in float32; as many gradients to the one before. The first and the last process
-                have one neighbor only, and send half as much
-    heads       for each softmax layer, all-to-alls of queries, keys, values and outputs, (2 H + 2 G) D e for each
-                token, of which a process keeps its own part; or, where the shards do not divide the key-value heads,
-                an all-gather of keys and values, S - 1 times 2 G D e for each token. As much again for gradients.
-                Alignment does not run these layers
+    neighbors       for each linearized layer, to the next process the keys, values and deferred inputs of a window, the
+                    sinks, and the states in float32; as many gradients to the one before. The first and the last
+                    process have one neighbor only, and send half as much
+    heads           for each softmax layer, all-to-alls of queries, keys, values and outputs, (2 H + 2 G) D e for each
+                    token, of which a process keeps its own part; or, where the shards do not divide the key-value
+                    heads, an all-gather of keys and values, S - 1 times 2 G D e for each token. As much again for
+                    gradients. Alignment does not run these layers
     heads of base   the same for all layers of the teacher, forward only
 
     With gradient checkpointing, the model's forward pass sends twice. stage: with the micro-batches of one process, and
