@@ -1,9 +1,9 @@
 """Estimates what each GPU sends in an optimizer step, and what it computes meanwhile, from a config alone.
 
-N processes, here also called GPUs, send over links of w bytes a second and compute up to f operations a second. Sending costs no time while
-bytes / w <= operations / f, because it can then overlap with the computation. `needed_bandwidth` is the w at which both
-are equal. Of a collective on n bytes, a process sends (N - 1)/N n in an all-gather, a reduce-scatter or an all-to-all,
-and twice that in an all-reduce, as rings do.
+N processes, one for each GPU, send over links of w bytes a second and compute up to f operations a second. Sending
+costs no time while bytes / w <= operations / f, because it can then overlap with the computation. `needed_bandwidth` is
+the w at which both are equal. Of a collective on n bytes, a process sends (N - 1)/N n in an all-gather, a reduce-
+scatter or an all-to-all, and twice that in an all-reduce, as rings do.
 
 The messages of a few bytes that each step also has (the number of labels, the loss, the norm of the gradients) are left
 out, and so is the padding of tensors whose first dimension N does not divide.
