@@ -39,6 +39,11 @@ from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import part_of, show_progress
 
+OTHER_TOKENS = (
+    "splits text into other tokens than the model, so perplexities and losses per token cannot be compared; those per "
+    "byte (`_byte_ppl`) can, although the windows end at other places of the text"
+)
+
 
 class EvalInputs:
     """What `eval` and `diagnose` measure, and on which text.
@@ -106,6 +111,7 @@ def evaluate_models(
     if baseline == model:
         raise BadInput(f"--baseline {baseline}: is the model itself; name another one, or leave it out")
     suite, found, base_rows = inputs.suite, {}, None
+    lengths: dict[str, list[int]] = {}  # of the documents in tokens, by model
     with ExitStack() as stack:
         folders = {
             source: stack.enter_context(local_model(source, trust_remote_code=trust_remote_code))
@@ -128,7 +134,9 @@ def evaluate_models(
             name = "base" if source == baseline else own
             tokenizer = tokenizers[source]
             options: dict[str, Any] = {"batch_size": inputs.batch_size, "precision": inputs.precision}
-            options |= inputs.documents(tokenizer, model)
+            texts = inputs.documents(tokenizer, model)
+            lengths[source] = [len(document.ids) for text in texts.values() for document in text or ()]
+            options |= texts
             measured = None  # lets go of the model before
             measured = generation.load_model(
                 folder, inputs.device, inputs.precision, trust_remote_code=trust_remote_code
@@ -144,6 +152,8 @@ def evaluate_models(
     said = notes[model]
     if baseline is not None:  # its context may be another, and so may be what of the suite it is measured on
         said = said + [f"--baseline {baseline}: {note}" for note in notes[baseline] if note not in said]
+        if lengths[baseline] != lengths[model]:
+            said = [*said, f"--baseline {baseline}: {OTHER_TOKENS}"]
     said = [*said, *cut_prompts(found), *cautions]
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}
 

@@ -264,11 +264,11 @@ def _field(row: DataRow, name: str, default: str | None = None) -> str:
 
 
 def _format_hint(value: dict[str, Any], name: str) -> str:
-    """A hint for the error message: the option with which such a row can be read, if that is obvious."""
+    """A hint for the error message: the field of a recipe with which such a row can be read, if that is obvious."""
     if {"instruction", "output"} <= value.keys() and name not in ("instruction", "output"):
-        return "; give the source format: alpaca"
+        return "; in a recipe, give the source format: alpaca"
     if any(column in value for column in CHATS) or value.keys() >= PAIR:
-        return "; give the source format: messages"
+        return "; in a recipe, give the source format: messages"
     texts = [column for column, content in value.items() if isinstance(content, str)]
     return f"; name the column of the text, field: {texts[0]}" if name == "text" and len(texts) == 1 else ""
 

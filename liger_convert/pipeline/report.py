@@ -186,7 +186,8 @@ Greedy decoding, the first words of each answer.
 ```
 
 with the recipe that `manifest.json` records verbatim, along with the sha256 of every input and output file.
-{{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
+{{ reproduce.device }}, {{ reproduce.threads }} thread{{
+"s" if reproduce.threads != 1 }}, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
 {{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
 """,
     trim_blocks=True,

@@ -130,6 +130,24 @@ def test_what_only_the_baseline_is_not_measured_on_is_told(home: Path, capsys: p
     assert notes("base", "converted") == []
 
 
+def test_a_baseline_whose_tokens_are_others_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its perplexity counts other tokens. A token that no text has makes no difference."""
+    (home / "reads.yaml").write_text("description: tiny\ntext: [{window: 32, windows: 2}]\n")
+    said = []
+    for added in ("never there", "bottles of"):
+        tokenizer = AutoTokenizer.from_pretrained(save_tiny_base("llama", home / "other"))
+        tokenizer.add_tokens([added])
+        tokenizer.save_pretrained(home / "other")
+        words = ["eval", "base", "--baseline", "other", "--suite", "reads.yaml", "--text", "text.jsonl", "--json"]
+        capsys.readouterr()
+        assert main.main(words) == 0
+        said.append([note for note in json.loads(capsys.readouterr().out).get("notes", []) if "other tokens" in note])
+        shutil.rmtree(home / "other")
+    assert said[0] == []
+    assert len(said[1]) == 1
+    assert said[1][0].startswith("--baseline other: splits text into other tokens than the model")
+
+
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
