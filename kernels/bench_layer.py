@@ -59,6 +59,11 @@ class Core(LinearizedAttention):
         H, G = self.dims.heads, self.dims.kv_heads
         return x if isinstance(x, tuple) else x.unflatten(-1, (-1, self.dims.dim)).split((H, G, G), 2)
 
+    def extend_window(self, projected: Any, x: Any, metadata: Any, past: Any) -> Any:
+        """Gives q, which is as wide, to routers and gates that read the layer's input, if there is no such input."""
+        x_BTC = x[0].flatten(2) if isinstance(x, tuple) else x
+        return super().extend_window(projected, x_BTC, metadata, past)
+
 
 def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, LlamaRotaryEmbedding]:
     """A layer and its rotary embedding. The memory's weight is raised so that the check can see the memory."""

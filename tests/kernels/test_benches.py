@@ -40,6 +40,12 @@ def layer_options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**sizes | {"seconds": 0, "no_fla": True, "json": None} | changes)
 
 
+def test_mixers_that_read_the_layers_input_are_timed_too(layer) -> None:
+    """The router of `mom` and the forget gate of `forgetting` do."""
+    rows = layer.measure(layer_options(mixer=["mom", "forgetting"]))
+    assert [row["layer"] for row in rows if "both_ms" in row][:2] == ["ours, mom", "ours, forgetting"]
+
+
 def test_a_layer_is_checked_and_timed_beside_its_peers_and_every_row_is_kept(layer, tmp_path: Path, capsys) -> None:
     rows = layer.measure(layer_options(json=tmp_path / "rows.json"))
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
