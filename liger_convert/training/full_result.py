@@ -30,9 +30,10 @@ def write_model(model: Any, folder: Path, start: Chain | None = None) -> None:
     start: the model that the stage started from. It is needed if the frozen weights are held at reduced precision; they
     are then read from there. If the weights are sharded, the other processes must call `help_to_write` meanwhile.
     """
-    plain = meta_model(model.config)
+    plain, sharded = meta_model(model.config), any(isinstance(parameter, DTensor) for parameter in model.parameters())
     folder.mkdir()
-    write_shards([Shard(_entries(part, plain), _data(part, plain, start), None) for part in _parts(model)], folder)
+    shards = [Shard(_entries(part, plain), _data(part, plain, start, sharded), None) for part in _parts(model)]
+    write_shards(shards, folder)
     model.config.use_cache = True  # Trainer switches it off
     model.config.save_pretrained(folder)
 
@@ -68,9 +69,9 @@ def _entries(part: dict[str, nn.Parameter], plain: Any) -> list[Entry]:
     return Entry.of(stored)
 
 
-def _data(part: dict[str, nn.Parameter], plain: Any, start: Chain | None) -> Iterator[Tensor]:
+def _data(part: dict[str, nn.Parameter], plain: Any, start: Chain | None, sharded: bool) -> Iterator[Tensor]:
     """Yields the tensors of a file in order, flattened and on the CPU."""
-    if any(isinstance(parameter, DTensor) for parameter in part.values()):
+    if sharded:
         # that of `help_to_write`; per file, because writing all files may take longer than the timeout of a collective
         processes.barrier()
     for name, parameter in part.items():

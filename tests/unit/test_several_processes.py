@@ -122,8 +122,8 @@ def test_four_processes_learn_what_one_does(one: dict[str, Any], tmp_path: Path)
 
 def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     """A replay calls no hooks, so gradients are averaged after it. In `mixed`, the processes have rows of different
-    lengths in a step and capture their graphs in different steps; in `documents`, rows of several documents. One
-    control trains on equal rows, and the other averages no flat tensors."""
+    lengths in a step and capture their graphs in different steps; in `documents`, rows of several documents. `half`
+    computes in bfloat16. One control trains on equal rows, and the other averages no flat tensors."""
     one_text = EVERY | {"concat_documents": True}
     mixed = one_text | {"mixed_seq_lens": [{"seq_len": SEQ_LEN // 4, "fraction": 0.5}]}
     fields = {"align": one_text, "distill": one_text, "distill-lora": one_text, "mixed": mixed, "documents": EVERY}
@@ -131,6 +131,8 @@ def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) ->
     for out, options in fields.items():
         name = "distill" if out in ("mixed", "documents") else out
         jobs[out] = {"name": name, "out": str(tmp_path / out), "fields": options, "plain": True}
+    half = {"out": str(tmp_path / "half"), "options": {"precision": "bfloat16"}}
+    jobs["half"] = jobs["align"] | half  # with frozen weights, which are then read from where the stage began
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for out, job in jobs.items():
