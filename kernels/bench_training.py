@@ -40,7 +40,6 @@ from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.model.output_head import OutputHead
-from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured
 from liger_convert.training.distill import DistillObjective
@@ -148,19 +147,9 @@ class Training:
         models = [model for model in (self.model, self.base) if model is not None]
         if self.plain or why_not_captured(self.stage, models, self.device, False) is not None:
             return plain
-        apart = self.documents > 1
-        passes = CapturedFwdBwd(self._without_reads(plain) if apart else plain, self.trained, models, apart=apart)
+        most = self.documents if self.documents > 1 else None
+        passes = CapturedFwdBwd(plain, self.trained, models, most_documents=most)
         passes.capture(batch)
-        return passes
-
-    def _without_reads(self, plain: FwdBwd) -> FwdBwd:
-        """The passes for rows of several documents, whose positions are not read on the host, as in StageTrainer."""
-
-        def passes(batch: dict[str, Any]) -> Tensor:
-            ids_BT, positions_BT = batch["input_ids"], batch["position_ids"]
-            known = SequenceMetadata.build(ids_BT, positions_BT, None, most_documents=self.documents)
-            return plain(batch | {"metadata": known})
-
         return passes
 
     def backward(self, batch: dict[str, Tensor], parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:

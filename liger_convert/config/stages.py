@@ -186,6 +186,11 @@ class Stage(Strict):
         return False
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether the base runs in each micro-batch."""
+        return False
+
+    @property
     def uses_pissa(self) -> bool:
         """Whether its adapters start as a part of the base."""
         return self.lora is not None and self.lora.variant == "pissa"
@@ -239,6 +244,10 @@ class AlignStage(Stage):
     values. The result is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
 
     @property
+    def has_teacher(self) -> bool:
+        return True
+
+    @property
     def fits_mixers(self) -> bool:
         """Whether the stage calibrates. A stage that does not train the mixers leaves them as they are."""
         return self.calibrate and self.learning_rates.mixer is not None
@@ -266,6 +275,10 @@ class DistillStage(Stage):
     """Weight of the cross-entropy on the text."""
     temperature: Temperature = 1.0
     """Temperature of both distributions in the KL divergence."""
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.kl_weight > 0
 
     @model_validator(mode="after")
     def _weighted(self) -> DistillStage:

@@ -165,9 +165,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def most_documents(self) -> int:
         """The largest number of documents in a row, parts of documents included; no piece of a row has more."""
-        most, total = 1, math.ceil(self.epochs)
+        most = 1
         carried = np.zeros(0, np.int64)  # rows of the documents that begin in a row which the epoch before began
-        for epoch in range(total):
+        for epoch in range(math.ceil(self.epochs)):
             begins = epoch * self.tokens + self._epoch(epoch)[1]  # of the documents after the first one
             inside = begins[begins % self.seq_len != 0] // self.seq_len
             inside = np.concatenate((carried, inside[inside < self.rows]))

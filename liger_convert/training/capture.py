@@ -22,6 +22,7 @@ from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model.cuda_graphs import SharedMemory, capture, without_cached_casts
 from liger_convert.model.packing import document_ids
 from liger_convert.model.placing import waits
+from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training.gradient_averaging import flat_like
 
 # Takes a batch and returns its detached loss; adds the gradients to `.grad`.
@@ -45,11 +46,8 @@ def attend_within_one_document(
 
     sliding_window: how many tokens a query of the base's layer sees, itself included. Their mask is made on the device.
     """
-    T = query.shape[2]
-    if sliding_window is not None and sliding_window < T:
-        i = torch.arange(T, device=query.device)
-        distance_TT = i[:, None] - i
-        attention_mask = ((distance_TT >= 0) & (distance_TT < sliding_window))[None, None]
+    if sliding_window is not None and sliding_window < query.shape[2]:
+        attention_mask = _seen(query, sliding_window)[None, None]
     found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return found
 
@@ -70,14 +68,17 @@ def attend_within_documents(
     position_ids: [B or 1,T], restarting at every document. sliding_window: see `attend_within_one_document`.
     """
     document_BT = document_ids(position_ids)
+    mask_B1TT = (_seen(query, sliding_window) & (document_BT[:, :, None] == document_BT[:, None]))[:, None]
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask_B1TT, **options)
+    return found
+
+
+def _seen(query: Tensor, sliding_window: int | None) -> Tensor:
+    """bool [T,T]: which tokens the queries [B,H,T,D] of a row see, as far as their places tell."""
     i = torch.arange(query.shape[2], device=query.device)
     distance_TT = i[:, None] - i
     seen_TT = distance_TT >= 0
-    if sliding_window is not None:
-        seen_TT = seen_TT & (distance_TT < sliding_window)
-    mask_B1TT = (seen_TT & (document_BT[:, :, None] == document_BT[:, None]))[:, None]
-    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask_B1TT, **options)
-    return found
+    return seen_TT if sliding_window is None else seen_TT & (distance_TT < sliding_window)
 
 
 AttentionInterface.register(MASKLESS, attend_within_one_document)
@@ -109,8 +110,9 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
 class CapturedFwdBwd:
     """`fwd_bwd` as a CUDA graph, one for each batch shape.
 
-    apart: whether the rows have several documents, told by `position_ids` that restart. If not, every row of a batch
-    must be a single document.
+    most_documents: the documents of the fullest row, if rows have several. `position_ids` of a batch then restart at
+    each, and `fwd_bwd` also gets `metadata`, for which none of them is read on the host. None: every row of a batch is
+    a single document.
 
     Gradients accumulate in `.grad` as in eager mode, until `.grad` is set to None.
 
@@ -130,10 +132,10 @@ class CapturedFwdBwd:
         models: list[Any],
         flat: bool = False,
         outputs: Callable[[], tuple[Tensor, ...]] = tuple,
-        apart: bool = False,
+        most_documents: int | None = None,
     ):
         self.fwd_bwd, self.parameters, self.models, self.flat = fwd_bwd, parameters, models, flat
-        self.outputs, self.attention = outputs, APART if apart else MASKLESS
+        self.outputs, self.most_documents = outputs, most_documents
         self.copies: list[Tensor] = []
         self.flats: list[Tensor] = []
         self.layout = 0
@@ -152,13 +154,19 @@ class CapturedFwdBwd:
         before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in self.parameters]
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
-            loss = self.fwd_bwd(dict(zip(names, given, strict=True)))
+            inputs: dict[str, Any] = dict(zip(names, given, strict=True))
+            if self.most_documents is not None:
+                ids_BT, positions_BT = inputs["input_ids"], inputs["position_ids"]
+                known = SequenceMetadata.build(ids_BT, positions_BT, None, most_documents=self.most_documents)
+                inputs["metadata"] = known
+            loss = self.fwd_bwd(inputs)
             return loss, *self.outputs()
 
         try:
             for p in self.parameters:
                 p.grad = self.grads.get(p)
-            with _attending(self.models, self.attention), without_cached_casts():
+            attention = MASKLESS if self.most_documents is None else APART
+            with _attending(self.models, attention), without_cached_casts():
                 with self.memory.used():  # a warm-up: compiles, and finds out which parameters get a gradient at all
                     run(*batch.values())
                 self._keep_gradients()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from liger_convert.config.stages import AlignStage, DistillStage, Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims, linear_layers
 from liger_convert.model.families import family_of
@@ -82,7 +82,7 @@ def training_bytes(
     compiled = stage.compile and device.type == "cuda"
     e, dims, depth = dtype.itemsize, head_dims(config), config.num_hidden_layers
     tokens, aligns = stage.batch_size * stage.seq_len, isinstance(stage, AlignStage)
-    teaches = aligns or (isinstance(stage, DistillStage) and stage.kl_weight > 0)
+    teaches = stage.has_teacher
     layers = [_kept(stage, config, name, e, device, compiled) for name in config.linearization["layers"]]
     halves = 2 * e * magnitudes
     passing = max(_passing(config, name, e, device, aligns) for name in set(config.linearization["layers"]))

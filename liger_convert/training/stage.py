@@ -355,5 +355,5 @@ def make_objective(
     if isinstance(stage, AlignStage):
         return AlignObjective(teacher(), config)
     if isinstance(stage, DistillStage):
-        return DistillObjective(teacher() if stage.kl_weight else None, stage)
+        return DistillObjective(teacher() if stage.has_teacher else None, stage)
     return FinetuneObjective()

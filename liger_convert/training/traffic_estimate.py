@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
-from liger_convert.config.stages import AlignStage, DistillStage, Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import MIXER_MODULE, head_dims, linear_layers, parameter_group
 from liger_convert.model.families import own_windows
@@ -99,11 +99,6 @@ def weights_of(stage: Stage, config: Any, shapes: Shapes, adapters: int) -> Weig
     )
 
 
-def has_teacher(stage: Stage) -> bool:
-    """Whether the base runs in each micro-batch of `stage`."""
-    return isinstance(stage, AlignStage) or (isinstance(stage, DistillStage) and stage.kl_weight > 0)
-
-
 def replicated_bytes(weights: Weights, processes: int) -> dict[str, int]:
     """What each process sends in a step if all have all weights: an all-reduce of the float32 gradients."""
     return {"gradients": 2 * _others(4 * weights.trained, processes)}
@@ -130,7 +125,7 @@ def sharded_bytes(
     times = 1 if keep_gathered and not aligns else 2
     gathered = times * inner + (4 * weights.mixers if apart else 0) + (0 if aligns else e * weights.ends)
     base = 0
-    if has_teacher(stage) and not keep_gathered:
+    if stage.has_teacher and not keep_gathered:
         base = e * (weights.layers + weights.ends - (weights.head if aligns else 0))
     found = {"weights": gathered, "gradients": 4 * weights.trained, "base": base}
     return {name: stage.grad_accumulation * _others(size, processes) for name, size in found.items()}
@@ -168,7 +163,7 @@ def sequence_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -
     found = {
         "neighbors": passes * stage.batch_size * passed,
         "heads": passes * softmax * layer,
-        "heads of base": config.num_hidden_layers * layer if has_teacher(stage) else 0,
+        "heads of base": config.num_hidden_layers * layer if stage.has_teacher else 0,
     }
     return {name: stage.grad_accumulation * size for name, size in found.items()}
 
@@ -216,7 +211,7 @@ def operations(stage: Stage, config: Any, weights: Weights, shards: int) -> int:
     forward: float = 2 * (weights.attention if aligns else weights.passed + weights.head) + 2 * weights.adapters
     forward += sum(made) + (0 if aligns else sum(kept))
     token = (3 if stage.gradient_checkpointing else 2) * forward + 2 * weights.products
-    if has_teacher(stage):
+    if stage.has_teacher:
         token += 2 * (weights.passed + (0 if aligns else weights.head)) + sum(map(softmax, windows))
     return round(token * stage.batch_size * stage.seq_len * stage.grad_accumulation)
 

@@ -23,7 +23,6 @@ from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.mixers.base import Mixer
 from liger_convert.model import parameter_group, take_auxiliary_loss
-from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.batch_split import split_batch, steps_of
@@ -187,11 +186,10 @@ class StageTrainer(Trainer):
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # as above
             begin_alike(model)
         self.flat = False  # whether this step's gradients are averaged through the flat tensors of the graphs
-        trained, apart = list(self._trained().values()), not stage.concat_documents
-        # the documents of the fullest row, for passes to be captured whose rows keep documents apart
-        self.most_documents = dataset.most_documents() if apart and self.eager is None else None
+        trained = list(self._trained().values())
+        most = dataset.most_documents() if self.eager is None and not stage.concat_documents else None
         self.fwd_bwd = CapturedFwdBwd(
-            self._eager_fwd_bwd, trained, self.models, bool(self.averages), self._outputs, apart
+            self._eager_fwd_bwd, trained, self.models, bool(self.averages), self._outputs, most
         )
         self.dtype = dtype
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
@@ -231,7 +229,7 @@ class StageTrainer(Trainer):
 
     def _given(self, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> dict[str, Tensor]:
         """The tensors of a micro-batch that a graph takes as inputs."""
-        unused = "position_ids" if self.most_documents is None else None
+        unused = "position_ids" if self.fwd_bwd.most_documents is None else None
         batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != unused}
         return batch | {"counted": torch.as_tensor(num_items_in_batch, device=self.args.device)}
 
@@ -263,10 +261,6 @@ class StageTrainer(Trainer):
 
     def _eager_fwd_bwd(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None
-        if self.most_documents is not None:
-            ids_BT, positions_BT = batch["input_ids"], batch["position_ids"]
-            known: Any = SequenceMetadata.build(ids_BT, positions_BT, None, most_documents=self.most_documents)
-            batch = batch | {"metadata": known}
         return super().training_step(self.model, batch, batch["counted"])
 
     def _outputs(self) -> tuple[Tensor, ...]:
