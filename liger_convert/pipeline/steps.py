@@ -27,6 +27,7 @@ from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs, parts_by_field
 from liger_convert.pipeline.stage_check import Measures, StageCheck
 from liger_convert.training import merge
+from liger_convert.training.batch_split import sharing_groups
 from liger_convert.utils import processes
 from liger_convert.utils.device import gpu_memory, pick_device
 from liger_convert.utils.errors import BadInput
@@ -284,6 +285,8 @@ class RunSteps:
             return {}
 
     def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
+        self._tell_of_spare_processes(index)
+
         def train(factor: float, out: Path) -> dict[str, Any]:
             where = str(out.relative_to(self.out))
             task: dict[str, Any] = {"index": index, "before": list(before), "factor": factor, "out": where}
@@ -310,6 +313,14 @@ class RunSteps:
         else:
             facts = train(1.0, folder)
         return facts | {"seed": self.recipe.stage_seed(index)}
+
+    def _tell_of_spare_processes(self, index: int) -> None:
+        stage, shards = self._adapted.stages[index], self.recipe.sequence_parallel
+        used, count = sharing_groups(stage, processes.count() // shards) * shards, processes.count()
+        if used < count:
+            rows = f"{self.recipe.stage_names[index]}: a step has {stage.batch_size * stage.grad_accumulation} rows"
+            note = f"note: {rows}, which {used} of the {count} processes share; the others do not make it faster"
+            console.print(note, markup=False, soft_wrap=True)
 
     def _lowered(self, stages: Sequence[str]) -> float:
         """The factor on the learning rates that the last of the finished `stages` ended with. One that had to be

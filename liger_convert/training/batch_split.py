@@ -15,25 +15,28 @@ def split_batch(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int
     """Returns (rows of a micro-batch, micro-batches of a step) for each process. Each group of `shards` consecutive
     processes gets the same rows.
 
-    The micro-batches of a step are divided among the processes first, since gradient accumulation is then shorter at
-    the same efficiency; then the rows of a micro-batch. Raises BadInput if they do not divide evenly, and for a
-    layerwise stage with several processes.
+    The micro-batches of a step are divided among the groups first, since gradient accumulation is then shorter at the
+    same efficiency; then the rows of a micro-batch. If the rows do not divide evenly among all groups, fewer of them
+    share the rows, see `sharing_groups`. Raises BadInput if the processes do not form whole groups, and for a layerwise
+    stage with several processes.
     """
     if processes > 1 and isinstance(stage, AlignStage) and stage.layerwise:
         raise BadInput(f"align: layerwise trains on one GPU, not on {processes}; leave it out and set sharding: full")
     if processes % shards:
         why = f"{shards} processes share a row, but {processes} cannot be split into groups of {shards}"
         raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")
-    processes //= shards
-    if not divides(stage, processes):
-        rows = f"{stage.kind}: batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation}"
-        fewer = next(number for number in range(processes - 1, 0, -1) if divides(stage, number))
-        other = -(-stage.grad_accumulation // processes) * processes
-        how = f"start {fewer * shards}, or set grad_accumulation: {other}, which trains on a larger batch"
-        groups = "processes" if shards == 1 else f"groups of {shards} processes"
-        raise BadInput(f"{rows} cannot be divided among {processes} {groups}; {how}")
-    common = math.gcd(processes, stage.grad_accumulation)
-    return stage.batch_size * common // processes, stage.grad_accumulation // common
+    groups = sharing_groups(stage, processes // shards)
+    common = math.gcd(groups, stage.grad_accumulation)
+    return stage.batch_size * common // groups, stage.grad_accumulation // common
+
+
+def sharing_groups(stage: Stage, groups: int) -> int:
+    """How many of `groups` groups of processes share the rows of a step: as many as the rows divide among evenly.
+
+    The others are spare. A spare group trains on the rows of another one with a weight of 0, so a step takes no longer
+    than with the sharing groups alone, and has the same result. Spare groups still hold their part of sharded weights.
+    """
+    return next(number for number in range(groups, 0, -1) if divides(stage, number))
 
 
 def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:

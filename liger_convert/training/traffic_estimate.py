@@ -26,7 +26,7 @@ from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import MIXER_MODULE, head_dims, linear_layers, parameter_group
 from liger_convert.model.families import own_windows
-from liger_convert.training.batch_split import divides, split_batch
+from liger_convert.training.batch_split import divides, sharing_groups, split_batch
 
 # Assumptions of `plan`, bytes or operations a second. The peak is that of dense bf16 products of an H100 or H200, as in
 # benchmark/limits.py. The links are those of each GPU in one direction: NVLink 4, and an InfiniBand adapter of 400
@@ -223,7 +223,8 @@ class Traffic:
     computed: operations. whole, sharded, gathered: bytes by purpose, if each has all weights, if all share them, and
     if layers then stay gathered. bandwidth: for each of these, the bytes a second over which sending takes as long as
     computing. most: for each of these and each of LINKS, the largest number of GPUs that share the step's rows and hide
-    what they send; 0 for none. sharing: the largest number that can share the rows.
+    what they send; 0 for none. sharing: the largest number that can share the rows. spare: how many of the given number
+    are spare, see `sharing_groups`.
     """
 
     computed: int
@@ -233,13 +234,15 @@ class Traffic:
     bandwidth: dict[str, float]
     most: dict[str, dict[str, int]]
     sharing: int
+    spare: int
 
     def line(self) -> str:
         """The estimate in plain words."""
         kept = f" ({decimal(sum(self.gathered.values()))} where layers stay gathered)"
+        spare = f"; {self.spare} of these {'is' if self.spare == 1 else 'are'} spare" if self.spare else ""
         return (
             f"computes {self.computed / 1e12:,.1f} TFLOP. Whole weights: {self._words('whole')}. Sharded weights: "
-            f"{self._words('sharded', kept)}. At most {self.sharing} GPUs can share its rows"
+            f"{self._words('sharded', kept)}. At most {self.sharing} GPUs can share its rows{spare}"
         )
 
     def _words(self, way: str, kept: str = "") -> str:
@@ -277,7 +280,8 @@ def estimate(
                     numbers[link] = groups * shards
     sent, computed = sent_and_computed(processes)
     needed = {way: needed_bandwidth(sum(sizes.values()), computed) for way, sizes in sent.items()}
-    return Traffic(computed, **sent, bandwidth=needed, most=most, sharing=sharing * shards)
+    spare = processes - sharing_groups(stage, processes // shards) * shards
+    return Traffic(computed, **sent, bandwidth=needed, most=most, sharing=sharing * shards, spare=spare)
 
 
 def needed_bandwidth(sent: int, computed: int, peak: float = PEAK) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,12 +20,12 @@ from transformers.utils import logging
 
 from liger_convert.config.stages import Stage
 from liger_convert.data.mixed_rows import MixedDataset
-from liger_convert.data.packed_rows import PackedDataset, collate
+from liger_convert.data.packed_rows import IGNORED, PackedDataset, collate
 from liger_convert.mixers.base import Mixer
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
-from liger_convert.training.batch_split import split_batch, steps_of
+from liger_convert.training.batch_split import sharing_groups, split_batch, steps_of
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.frozen import narrow_frozen, run_wide_experts_apart
 from liger_convert.training.gradient_averaging import are_alike, average_flats, average_gradients, begin_alike
@@ -153,9 +153,14 @@ class StageTrainer(Trainer):
     ):
         self.sequence, self.shards = sequence, 1 if sequence is None else sequence.size
         batch_size, grad_accumulation = split_batch(stage, processes, self.shards)
+        groups = processes // self.shards
+        self.sharing = sharing_groups(stage, groups)
         steps = steps_of(stage, dataset)
         rates = stage.learning_rates.trained()
         args = _arguments(stage, out, device, seed, steps, batch_size, grad_accumulation)
+        self.group = args.process_index // self.shards
+        # scales the loss, since gradients are averaged over all groups, and those of spare groups must not count
+        self.weight = groups / self.sharing if self.group < self.sharing else 0.0
         self.sharded, self.before_saving = sharded, before_saving
         if sharded:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # keeps accelerate from wrapping it in DDP
@@ -169,7 +174,7 @@ class StageTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=collate,
+            data_collator=collate if self.weight else _collate_without_labels,
             train_dataset=dataset,
             optimizers=(optimizer, None),
             callbacks=[self.watch] if self.average is None else [self.watch, self.average],
@@ -251,12 +256,11 @@ class StageTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def get_train_dataloader(self) -> Any:
-        """Trainer's own, but the processes of a group that shares rows get the same rows."""
+        """Trainer's own, but the processes of a group get the same rows, and a spare group those of another one."""
         loader = super().get_train_dataloader()
-        if self.shards > 1:
+        if self.sharing != self.args.world_size:
             sampler: Any = loader.batch_sampler  # accelerate's, which distributes batches among processes
-            sampler.num_processes //= self.shards
-            sampler.process_index //= self.shards
+            sampler.num_processes, sampler.process_index = self.sharing, self.group % self.sharing
         return loader
 
     def _eager_fwd_bwd(self, batch: dict[str, Tensor]) -> Tensor:
@@ -289,12 +293,13 @@ class StageTrainer(Trainer):
             inputs = self.sequence.cut(inputs)
         # the losses of shards should add up, but DDP averages over processes
         loss = self.objective(model, inputs) * self.shards
-        auxiliary = take_auxiliary_loss(model) / self.current_gradient_accumulation_steps
+        auxiliary = take_auxiliary_loss(model) * self.weight / self.current_gradient_accumulation_steps
         if self.objective.summed:
-            # a mean over the tokens of all micro-batches and processes; times the processes, as DDP averages over them
+            # a mean over the tokens of all micro-batches and processes; times the processes, as DDP averages over them.
+            # A spare group counts no tokens and adds nothing.
             loss = loss * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch).clamp_min(1)
         else:
-            loss = loss / self.current_gradient_accumulation_steps
+            loss = loss * self.weight / self.current_gradient_accumulation_steps
         return loss + auxiliary
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -395,6 +400,12 @@ class StageTrainer(Trainer):
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _collate_without_labels(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """`collate`, for rows none of whose tokens count."""
+    batch = collate(items)
+    return batch | {"labels": torch.full_like(batch["labels"], IGNORED)}
 
 
 class _Watch(TrainerCallback):

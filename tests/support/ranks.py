@@ -4,7 +4,8 @@
 
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
-the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `apart` (a mistake:
+the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `spare_counts` (a
+mistake: a spare process counts as one that shares the rows), `apart` (a mistake:
 flat gradients stay each process's own), `deaf` (a mistake: shards of rows get nothing from their neighbours),
 `compiled` (the layers, without a compiler behind), `rounded` (a mistake: all that is gathered is in the compute dtype,
 but for the mixers), `replayed` (the passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that
@@ -36,6 +37,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.tensor import DTensor
 
 from liger_convert.config.stages import LearningRates, Lora
+from liger_convert.data.packed_rows import collate
 from liger_convert.training import full_result, sharding, trainer
 from liger_convert.training import stage as module
 from liger_convert.training.sequence_parallel import Group
@@ -55,6 +57,14 @@ class SameRows(Plain):
         loader = super().get_train_dataloader()
         loader.batch_sampler.process_index = 0
         return loader
+
+
+class SpareCounts(Plain):
+    """Counts the rows and labels of every process."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.weight, self.data_collator = self.weight or 1.0, collate
 
 
 def held(made: StageTrainer) -> dict[str, Any]:
@@ -92,7 +102,8 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
             made[0].finish_checkpoint()
             shutil.copytree(job["out"], f"{job['out']}-kept")
 
-    kind = SameRows if job.get("same_rows") else Plain if job.get("plain") else StageTrainer
+    mistakes = [kind for name, kind in (("same_rows", SameRows), ("spare_counts", SpareCounts)) if job.get(name)]
+    kind = (*mistakes, Plain if job.get("plain") else StageTrainer)[0]
     made: list[StageTrainer] = []
 
     def make(*args: Any, **kwargs: Any) -> StageTrainer:

@@ -16,10 +16,8 @@ from liger_convert.cli import main
 from liger_convert.config.recipe import Recipe, build, load
 from liger_convert.config.stages import AlignStage
 from liger_convert.model.bases import context_length
-from liger_convert.pipeline import adapt, runner
+from liger_convert.pipeline import adapt
 from liger_convert.pipeline.plan import make_plan
-from liger_convert.utils import processes
-from liger_convert.utils.errors import BadInput
 
 DEFAULT = Path(__file__).parents[2] / "recipes" / "default.yaml"
 GB = 10**9
@@ -87,27 +85,14 @@ def test_a_longer_window_is_at_most_the_fraction_of_the_context_that_is_asked_fo
     assert (said in plan.adapted) == (window == 512)
 
 
-def test_a_run_divides_rows_among_processes_as_they_are_adapted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One row for two processes becomes two rows of half the length. Without `adapt`, it cannot be divided."""
+def test_a_plan_divides_rows_among_processes_as_they_are_adapted() -> None:
+    """One row for two processes becomes two rows of half the length. Without `adapt`, one of the processes is spare."""
     written, base = recipe(batch_size=1, seq_len=1024), config("smollm2-135m", max_position_embeddings=512)
-    assert make_plan(written, base, 2).recipe_stages[0].batch_size == 2
-
-    def checked(recipe: Recipe) -> None:
-        raise KeyError("the rows are divided")
-
-    monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(runner, "_check", checked)
-    options: dict[str, Any] = {"text": "", "overrides": (), "resume": False, "keep_steps": False}
-    with pytest.raises(KeyError, match="divided"):
-        runner._work(written, tmp_path / "run", **options)
-    unchanged = written.model_copy(update={"adapt": None})
-    said = "batch_size 1 × grad_accumulation 1 cannot be divided among 2 processes"
-    with pytest.raises(BadInput, match=said):
-        runner._work(unchanged, tmp_path / "run", **options)
-    with pytest.raises(BadInput, match=said):
-        make_plan(written, config("smollm2-135m", max_position_embeddings=1024), 2)
+    adapted = make_plan(written, base, 2)
+    assert adapted.recipe_stages[0].batch_size == 2
+    unchanged = make_plan(written.model_copy(update={"adapt": None}), base, 2)
+    spare = [made.stages[0].traffic.spare for made in (adapted, unchanged) if made.stages[0].traffic]
+    assert spare == [0, 1]
 
 
 def test_windows_of_further_mixers_fit_as_well_and_a_window_of_all_tokens_stays() -> None:

@@ -6,6 +6,7 @@ Each launch imports torch in every process, so several stages share one.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from liger_convert.io import checksums
 from liger_convert.training import gradient_averaging
-from liger_convert.training.batch_split import split_batch
+from liger_convert.training.batch_split import sharing_groups, split_batch
 from liger_convert.training.gradient_averaging import are_alike, average_flats, average_gradients, flat_like
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
@@ -77,6 +78,37 @@ def test_shared_weights_and_shared_rows_learn_what_one_process_does(tmp_path: Pa
         assert away < 100 * rounding, job["name"]  # Adam magnifies what is rounded in gradients near zero
         if job is jobs[0]:
             assert distance(learned(tmp_path / "same"), whole) > 1000 * rounding
+    torch.set_num_threads(threads)
+
+
+# three processes, of which two share the rows of a step
+SPARE: dict[str, dict[str, Any]] = {
+    "align": {"name": "align"},
+    "distill": {"name": "distill", "options": {"shard": True}},
+    "finetune": {"name": "finetune", "replayed": True},
+}
+
+
+def test_a_spare_process_changes_nothing(tmp_path: Path) -> None:
+    """Neither the weights nor the losses, whether it averages gradients in DDP, in shards or in flat tensors. In the
+    control it counts like the others."""
+    common = {"plain": True, "fields": EVERY}
+    jobs = [common | job | {"out": f"{tmp_path}/{name}"} for name, job in SPARE.items()]
+    wrong = [job | {"out": f"{job['out']}-counts", "spare_counts": True} for job in jobs]
+    several = told(3, tmp_path, [*jobs, *wrong])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for job in jobs:
+        kind = job["name"]
+        alone = {"name": kind, **common}
+        stats = do(alone | {"out": tmp_path / "whole" / kind})
+        do(alone | {"out": tmp_path / "apart" / kind, "fields": EVERY | {"batch": 1, "accumulation": 4}})
+        whole = learned(tmp_path / "whole" / kind)
+        rounding = distance(learned(tmp_path / "apart" / kind), whole)
+        assert 0 < rounding < 1e-4, kind
+        assert distance(learned(job["out"]), whole) < 10 * rounding, kind
+        assert [loss for _, loss in several[kind]["loss"]] == pytest.approx([x for _, x in stats["loss"]], rel=1e-4)
+        assert distance(learned(f"{job['out']}-counts"), whole) > 1000 * rounding, kind
     torch.set_num_threads(threads)
 
 
@@ -258,7 +290,7 @@ def goes_on(killed: Path, processes: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 3, 4])
 def test_more_or_fewer_processes_go_on_with_the_right_rows(killed: Path, processes: int, tmp_path: Path) -> None:
     """The control resumes two steps too late, as a count of rows with another step size would."""
     assert goes_on(killed, processes) < 1e-3
@@ -287,11 +319,17 @@ def test_whole_micro_batches_are_shared_before_their_rows(
     assert rows * times * processes == batch * accumulation
 
 
-def test_rows_that_do_not_divide_are_refused_with_what_would() -> None:
-    stage = make_stage("finetune", batch=4, accumulation=1)
-    said = r"finetune: batch_size 4 × grad_accumulation 1 cannot be divided among 3 processes; start 2, or set"
-    with pytest.raises(BadInput, match=said):
-        split_batch(stage, 3)
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "processes", "sharing"),
+    [(4, 1, 3, 2), (4, 1, 8, 4), (1, 1, 2, 1), (2, 2, 6, 4), (3, 2, 5, 3), (6, 4, 7, 6)],
+)
+def test_as_many_processes_share_the_rows_as_these_divide_among(
+    batch: int, accumulation: int, processes: int, sharing: int
+) -> None:
+    stage = make_stage("finetune", batch=batch, accumulation=accumulation)
+    assert sharing_groups(stage, processes) == sharing
+    assert split_batch(stage, processes) == split_batch(stage, sharing)
+    assert math.prod(split_batch(stage, processes)) * sharing == batch * accumulation
 
 
 LAUNCHES: dict[str, tuple[dict[str, str], int | None, str]] = {
