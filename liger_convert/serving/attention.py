@@ -50,6 +50,7 @@ class StepBuilder(LinearAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._most = vllm_config.scheduler_config.max_num_batched_tokens
         self._buffers = torch.zeros(2, vllm_config.scheduler_config.max_num_seqs, dtype=torch.long, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -60,7 +61,7 @@ class StepBuilder(LinearAttentionMetadataBuilder):
         seen_R = self._buffers[1, : batch.num_reqs]
         seen_R.copy_(batch.seq_lens[: batch.num_reqs] - 1)  # -1 for padding, whose length is 0
         page_R = self._pages(batch.block_table_tensor, batch.seq_lens, batch.num_reqs)
-        return self._cleared(Step(Batch(starts.tolist(), seen.tolist(), page_R, seen_R), batch.seq_lens))
+        return self._cleared(Step(Batch(starts.tolist(), seen.tolist(), page_R, seen_R, self._most), batch.seq_lens))
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         page_R = self._pages(blk_table, metadata.seq_lens, len(metadata.batch.page_R))

@@ -61,12 +61,14 @@ class Batch:
     starts: the start of each request's new tokens, then the end of the last one's. seen: the number of each request's
     earlier tokens. page_R: int64, the page of each request. seen_R: int64, like `seen`, for the requests that decode;
     -1 for padding, which is requests without new tokens at the end of a batch whose other requests all decode.
+    most: the largest number of tokens that a step may have.
 
     tokens: the number of new tokens. decoding: K, with padding.
     """
 
-    def __init__(self, starts: Sequence[int], seen: Sequence[int], page_R: Tensor, seen_R: Tensor):
+    def __init__(self, starts: Sequence[int], seen: Sequence[int], page_R: Tensor, seen_R: Tensor, most: int):
         self._starts, self._seen, self.page_R, self.seen_R = list(starts), list(seen), page_R, seen_R
+        self._most = most
         lengths = [after - start for start, after in pairwise(starts)]
         decoding = len(list(takewhile(lambda length: length == 1, lengths)))
         self.tokens = starts[-1]
@@ -87,7 +89,7 @@ class Batch:
         if fused not in self._rows:
             page_R = self.page_R[start:]
             if self._first is self:
-                self._rows[fused] = make_rows(self._starts[start:], self._seen[start:], page_R)
+                self._rows[fused] = make_rows(self._starts[start:], self._seen[start:], page_R, self._most)
             else:
                 self._rows[fused] = [rows.on_pages(page_R) for rows in self._first.rows(fused)]
         return self._rows[fused]

@@ -1,8 +1,8 @@
 """Batches the requests of a step into rows for a linearized layer, and moves their caches from and to pages.
 
 An engine concatenates the new tokens of all requests. All requests that decode form the rows of one call. Prompts or
-prompt chunks of similar length form another; shorter ones are right-padded. What all layers of a step share is computed
-once.
+prompt chunks form the rows of as few calls as are worth their padding: shorter ones are right-padded. What all layers
+of a step share is computed once.
 
 Shapes: N tokens of the step, R rows, T new tokens of the longest, P tokens in the ring, M sinks, K tokens to write.
 """
@@ -22,8 +22,8 @@ from liger_convert.model.sequence import Positions, SequenceMetadata, WindowMeta
 from liger_convert.serving.page import PageField, PageLayout
 
 Views = list[tuple[PageField, Tensor]]
-# Maximum padding of a row, in tokens. On a CPU a separate call costs less than 32 extra tokens; not measured elsewhere.
-PADDING_CPU, PADDING = 16, 64
+# How many tokens of padding take as long as a further call of a layer.
+CALL_CPU, CALL = 16, 4096
 
 
 class Ring(NamedTuple):
@@ -200,28 +200,50 @@ class _EndPadded(SequenceMetadata):
         return position_RT if self.valid_BT is None else position_RT.masked_fill(~self.valid_BT, -1)
 
 
-def make_rows(starts: Sequence[int], seen: Sequence[int], pages: Tensor) -> list[Rows]:
+def make_rows(starts: Sequence[int], seen: Sequence[int], pages: Tensor, most: int) -> list[Rows]:
     """Groups the requests of a step into rows. Requests without new tokens are left out.
 
     starts: the start of each request's new tokens, then the end of the last one's. seen: the number of earlier tokens
-    of each request. pages: int64, the page of each request.
+    of each request. pages: int64, the page of each request. most: see `fewest_calls`.
     """
     lengths = [after - start for start, after in pairwise(starts)]
     decoding = [r for r, before in enumerate(seen) if lengths[r] == 1 and before]
     groups = [decoding] if decoding else []
-    padding = PADDING_CPU if pages.device.type == "cpu" else PADDING
+    call = CALL_CPU if pages.device.type == "cpu" else CALL
     for is_new in (False, True):
         reading = [r for r, before in enumerate(seen) if (before == 0) == is_new and lengths[r] > (0 if is_new else 1)]
-        longest = 0
-        for r in sorted(reading, key=lambda r: -lengths[r]):
-            if not longest or longest - lengths[r] > padding:
-                groups.append([])
-                longest = lengths[r]
-            groups[-1].append(r)
+        reading.sort(key=lambda r: -lengths[r])
+        groups += [reading[rows] for rows in fewest_calls([lengths[r] for r in reading], call, most)]
     return [
         Rows([starts[r] for r in rows], [lengths[r] for r in rows], [seen[r] for r in rows], rows, pages)
         for rows in groups
     ]
+
+
+def fewest_calls(lengths: Sequence[int], call: int, most: int) -> list[slice]:
+    """Divides rows into the calls that take the least time, as slices of `lengths`.
+
+    lengths: of the rows, longest first. call: how many tokens take as long as a further call. most: the largest number
+    of tokens in a call that pads any row, padding included, so that its memory is known beforehand.
+    """
+    # rows of equal length always share a call, so calls begin where the length changes
+    bounds = [i for i, length in enumerate(lengths) if not i or length != lengths[i - 1]] + [len(lengths)]
+    cost, begins = [0], [0]  # of the rows before each bound: the least cost, and where the last call begins
+    for end in range(1, len(bounds)):
+        found = []
+        for begin in range(end - 1, -1, -1):
+            tokens = lengths[bounds[begin]] * (bounds[end] - bounds[begin])
+            if begin < end - 1 and tokens > most:
+                break  # a call that begins earlier has more and longer rows
+            found.append((cost[begin] + call + tokens, begin))
+        least, begin = min(found)
+        cost.append(least)
+        begins.append(begin)
+    calls, end = [], len(bounds) - 1
+    while end:
+        calls.append(slice(bounds[begins[end]], bounds[end]))
+        end = begins[end]
+    return calls[::-1]
 
 
 def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -17,7 +17,6 @@ from liger_convert.model.attention import LinearizedAttention
 from liger_convert.serving.batch import Batch, StepMetadata
 from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.page import PageLayout
-from liger_convert.serving.rows import PADDING
 
 WARMED_UP = ("cuda",)  # types of devices; on a CPU nothing is compiled, and memory is not measured
 CHUNK = 64  # tokens in a chunk of a scan
@@ -49,8 +48,7 @@ def steps_of(tokens: int, layout: PageLayout) -> list[Chunks]:
             found += [Chunks([length, length - UNEVEN], seen) for seen in (0, 1)]
     if tokens > 1:
         found.append(Chunks([1, 1], long))
-    if tokens > PADDING + 2:  # a prompt of one token that is not padded to the length of another
-        found.append(Chunks([PADDING + 2, 1], 0))
+        found.append(Chunks([tokens - 1, 1], 0))  # too long for a prompt of one token to be padded to its length
     return found
 
 
@@ -74,6 +72,6 @@ class WarmUp:
         for lengths, seen in steps_of(tokens, self._layout):
             starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
             page_R = torch.zeros(len(lengths), dtype=torch.long, device=device)
-            batch = Batch(starts, [seen] * len(lengths), page_R, torch.full_like(page_R, seen))
+            batch = Batch(starts, [seen] * len(lengths), page_R, torch.full_like(page_R, seen), tokens)
             part, metadata = step.first(starts[-1]), StepMetadata(position_1N[0, : starts[-1]])
             attend_batch(layer, pages, batch, part, metadata, torch.empty_like(part.q_1NHD[0]))

@@ -65,13 +65,15 @@ class Served:
         self.layer = LinearizedAttention(LlamaAttention(config, 0), config, 0).eval().to("meta")
         self.layout = PageLayout(mixer, head_dims(config), torch.bfloat16)
         self.pages = LayerPages(self.layer, self.layout, torch.empty(1, self.layout.words, device="meta"))
+        self.tokens = 16384
 
     def inputs(self, N: int) -> StepTensors:
         shapes = (HIDDEN,), (32, 128), (8, 128), (8, 128), (128,), (128,)
         return StepTensors(*(torch.empty(1, N, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes))
 
     def start(self, tokens: int) -> None:
-        """What a server does before there are requests."""
+        """What a server does before there are requests, which reads up to so many tokens in a step."""
+        self.tokens = tokens
         position_1N = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         WarmUp(self.layout).run(self.layer, self.inputs(tokens), position_1N)
         if self.pages.fused:
@@ -88,7 +90,7 @@ class Served:
         page_R = torch.zeros(len(step), dtype=torch.long, device="meta")
         inputs, metadata = self.inputs(starts[-1]), StepMetadata(page_R.new_zeros(starts[-1]))
         o_NHD = torch.empty_like(inputs.q_1NHD[0])
-        batch = Batch(starts, seen, page_R, page_R)
+        batch = Batch(starts, seen, page_R, page_R, self.tokens)
         return lambda: attend_batch(self.layer, self.pages, batch, inputs, metadata, o_NHD)
 
 

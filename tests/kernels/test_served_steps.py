@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from gated_kernels.common.registry import set_kernel
 from gated_kernels.fused_step import triton as kernels
-from paged import PAGE_OF, REQUESTS, PagedAttention, attend, paged, serve, start_step
+from paged import MOST, PAGE_OF, REQUESTS, PagedAttention, attend, paged, serve, start_step
 from tiny_models import SINKS, WINDOW, assert_same_logits, build, logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,12 +132,12 @@ def test_a_captured_step_runs_again_with_what_its_buffers_then_hold(spec: str) -
     ours, seen = layer.pages, {0: 8, 1: 3, 2: 1}
     ours.pages.zero_()
     lengths, page_R = list(seen.values()), torch.tensor([PAGE_OF[r] for r in seen])
-    prompts = Batch([0, 8, 11, 12], [0, 0, 0], page_R, torch.zeros(3, dtype=torch.long))
+    prompts = Batch([0, 8, 11, 12], [0, 0, 0], page_R, torch.zeros(3, dtype=torch.long), MOST)
     run(ours, prompts, new_inputs(12), torch.cat([torch.arange(n) for n in lengths]))
     plain = LayerPages(layer, ours.layout, ours.pages.clone())
     plain.fused = False
     page_K, seen_K, position_K = (torch.zeros(4, dtype=torch.long) for _ in range(3))
-    captured = Batch([0, 1, 2, 3, 4], [0, 0, 0, 0], page_K, seen_K)
+    captured = Batch([0, 1, 2, 3, 4], [0, 0, 0, 0], page_K, seen_K, MOST)
     for requests in [[2, 0, 1], [1], [0, 2], [1, 2, 0]]:
         count = len(requests)
         page_K.copy_(torch.tensor([PAGE_OF[r] for r in requests] + [0] * (4 - count)))
@@ -145,7 +145,9 @@ def test_a_captured_step_runs_again_with_what_its_buffers_then_hold(spec: str) -
         position_K[:count] = seen_K[:count]  # an engine leaves the others as they are
         x_1KC = new_inputs(4)
         found = run(ours, captured, x_1KC, position_K)
-        step = Batch(range(count + 1), [seen[r] for r in requests], page_K[:count].clone(), seen_K[:count].clone())
+        step = Batch(
+            range(count + 1), [seen[r] for r in requests], page_K[:count].clone(), seen_K[:count].clone(), MOST
+        )
         wanted = run(plain, step, x_1KC[:, :count], position_K[:count])
         assert found.isfinite().all()
         torch.testing.assert_close(found[:count], wanted, rtol=1e-4, atol=1e-5)
@@ -155,7 +157,7 @@ def test_a_captured_step_runs_again_with_what_its_buffers_then_hold(spec: str) -
 
 
 def test_layers_of_other_pages_share_their_rows() -> None:
-    first = Batch([0, 1, 2, 7], [4, 9, 0], torch.tensor([3, 1, 2]), torch.tensor([4, 9, 0]))
+    first = Batch([0, 1, 2, 7], [4, 9, 0], torch.tensor([3, 1, 2]), torch.tensor([4, 9, 0]), MOST)
     other = first.on_pages(torch.tensor([6, 5, 4]))
     assert (first.decoding, other.decoding) == (2, 2)
     assert [rows.pages_R.tolist() for rows in other.rows(True)] == [[4]]
@@ -180,8 +182,8 @@ def test_layouts_do_not_depend_on_the_dtype_that_a_server_builds_models_in() -> 
 
 def test_padding_decodes_only_where_all_requests_do() -> None:
     pages = torch.zeros(3, dtype=torch.long)
-    assert Batch([0, 1, 2, 2], [4, 9, 0], pages, pages).decoding == 3
-    assert Batch([0, 1, 4, 4], [4, 9, 0], pages, pages).decoding == 1
+    assert Batch([0, 1, 2, 2], [4, 9, 0], pages, pages, MOST).decoding == 3
+    assert Batch([0, 1, 4, 4], [4, 9, 0], pages, pages, MOST).decoding == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.settings import layouts, page_words
 
 PAGES = 7
+MOST = 1 << 16  # tokens of a step
 REQUESTS = [TOKENS[0], TOKENS[1], TOKENS[0].flip(0), TOKENS[1].flip(0)]
 PAGE_OF = {0: 4, 1: 2, 2: 6, 3: 1}
 
@@ -58,7 +59,7 @@ def paged(model: Any) -> list[PagedAttention]:
 def start_step(layers: list[PagedAttention], lengths: list[int], seen: list[int], pages: list[int]) -> None:
     """Gives the layers the batch of a step, and clears the pages of new requests where the layers need it."""
     starts, seen_R = [0, *torch.tensor(lengths).cumsum(0).tolist()], torch.tensor(seen)
-    batch = Batch(starts, seen, torch.tensor(pages), torch.where(torch.tensor(lengths) > 0, seen_R, -1))
+    batch = Batch(starts, seen, torch.tensor(pages), torch.where(torch.tensor(lengths) > 0, seen_R, -1), MOST)
     new_pages = batch.new_pages()
     for layer in layers:
         if layer.pages.fused and new_pages is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from paged import PAGE_OF, REQUESTS, paged, serve
+from paged import MOST, PAGE_OF, REQUESTS, paged, serve
 from tiny_models import SINKS, TOKENS, WINDOW, assert_same_logits, build, logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +21,7 @@ from liger_convert.model.attention import head_dims
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving import rows as rows_module
 from liger_convert.serving.page import PageLayout
-from liger_convert.serving.rows import Rows, make_rows
+from liger_convert.serving.rows import Rows, fewest_calls, make_rows
 from liger_convert.serving.settings import layouts
 from liger_convert.utils.errors import BadInput
 
@@ -83,12 +86,41 @@ def test_a_step_is_one_call_for_all_that_decode_and_for_prompts_of_nearly_equal_
     lengths, seen = [1, 400, 1, 390, 7, 1, 0, 12], [9, 0, 70, 0, 5, 0, 3, 0]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     pages = torch.arange(8) + 20
-    found = [(rows.is_new, rows.tokens, (rows.pages_R - 20).tolist()) for rows in make_rows(starts, seen, pages)]
+    found = [(rows.is_new, rows.tokens, (rows.pages_R - 20).tolist()) for rows in make_rows(starts, seen, pages, MOST)]
     assert found == [(False, 1, [0, 2]), (False, 7, [4]), (True, 400, [1, 3]), (True, 12, [7, 5])]
 
 
+@pytest.mark.parametrize("call", [0, 3, 16, 10_000])
+@pytest.mark.parametrize("most", [12, 60, 10_000])
+def test_prompts_are_read_in_the_calls_that_cost_least(call: int, most: int) -> None:
+    """Beside every way to divide them that pads no call beyond what it may have."""
+    choose = random.Random(call + most)
+    for _ in range(50):
+        lengths = sorted(choose.choices((1, 2, 3, 5, 9, 10, 11, 20), k=choose.randint(0, 7)), reverse=True)
+        found = fewest_calls(lengths, call, most)
+        assert [length for rows in found for length in lengths[rows]] == lengths
+        costs = []
+        for cuts in itertools.product((False, True), repeat=max(len(lengths) - 1, 0)):
+            bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(lengths)]
+            calls = [lengths[a:b] for a, b in pairwise(bounds) if a < b]
+            if all(rows[0] == rows[-1] or rows[0] * len(rows) <= most for rows in calls):
+                costs.append(sum(call + rows[0] * len(rows) for rows in calls))
+        assert sum(call + lengths[rows][0] * len(lengths[rows]) for rows in found) == min(costs)
+
+
+@pytest.mark.parametrize("call", [0, 10_000])
+def test_pages_equal_one_pass_however_prompts_are_divided_into_calls(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_module, "CALL_CPU", call)
+    calls = [len(make_rows([0, 11, 12, 15], [0, 0, 0], torch.arange(3), MOST))]
+    assert calls == [1 if call else 3]
+    assert_pages_equal_one_pass(type="gla", **BOUNDED)
+    assert_pages_equal_one_pass(type="gated-deltanet", **BOUNDED)
+
+
 def test_layers_of_other_pages_share_what_is_worked_out() -> None:
-    (rows,) = make_rows([0, 1, 2], [20, 30], torch.tensor([4, 6]))
+    (rows,) = make_rows([0, 1, 2], [20, 30], torch.tensor([4, 6]), MOST)
     other = rows.on_pages(torch.tensor([5, 1]))
     layout = layouts(build("llama", ["main", "main", "main"], type="gla", **BOUNDED).config, torch.float32)[0]
     assert other.pages_R.tolist() == [5, 1]
