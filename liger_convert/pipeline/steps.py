@@ -318,8 +318,9 @@ class RunSteps:
         stage, shards = self._adapted.stages[index], self.recipe.sequence_parallel
         used, count = sharing_groups(stage, processes.count() // shards) * shards, processes.count()
         if used < count:
-            rows = f"{self.recipe.stage_names[index]}: a step has {stage.batch_size * stage.grad_accumulation} rows"
-            note = f"note: {rows}, which {used} of the {count} processes share; the others do not make it faster"
+            rows = stage.batch_size * stage.grad_accumulation
+            step = f"{self.recipe.stage_names[index]}: a step has {rows} row{'s' * (rows > 1)}"
+            note = f"note: {step}, for which {used} of the {count} processes suffice; the others do not make it faster"
             console.print(note, markup=False, soft_wrap=True)
 
     def _lowered(self, stages: Sequence[str]) -> float:
