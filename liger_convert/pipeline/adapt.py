@@ -21,7 +21,7 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 - If all weights are trained, the learning rates of the base's own weights fall as 1 / hidden size on a base wider than
   the one they were tuned on, as Adam requires for matrices (maximal update parametrization, 2203.03466, table 8).
 - A stage must fit the GPU. First micro-batches are split, then activations are recomputed in the backward pass. If that
-  is not enough, an alignment in one process is trained layer by layer. Otherwise adapters replace training the base's
+  is not enough, an alignment of whole rows is trained layer by layer. Otherwise adapters replace training the base's
   own weights.
 """
 
@@ -40,7 +40,6 @@ from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
 from liger_convert.model.families import own_windows, sliding_layers
 from liger_convert.pipeline.stage_plan import StagePlanner
-from liger_convert.utils import processes
 
 MUCH_LONGER = 4  # times the context that longer windows were tuned on: then they double
 SHORT = 1 / 8  # of the base's context: the longest window but for those of `layers.long_windows`
@@ -53,15 +52,14 @@ def adapt(
     recipe: Recipe,
     base_config: Any,
     planner: StagePlanner,
-    number: int,
     windows: tuple[int, int],
     scale: float | None,
 ) -> tuple[Recipe, tuple[str, ...]]:
     """`recipe` with its stages adapted to the base, and a sentence for each change. Unchanged if the recipe has no
     `adapt`.
 
-    number: of processes. Only a single process can train layer by layer. windows: that of `mixer` in the recipe, and as
-    `fit_windows` has fitted it. scale: of the base's weights (`io.weight_scale`); None if it is not known.
+    windows: that of `mixer` in the recipe, and as `fit_windows` has fitted it. scale: of the base's weights
+    (`io.weight_scale`); None if it is not known.
     """
     if recipe.adapt is None:
         return recipe, ()
@@ -70,7 +68,7 @@ def adapt(
     stages: list[AnyStage] = []
     sentences: list[str] = []
     tuned, hidden = options.hidden_size, base_config.hidden_size
-    alone = max(number, processes.count()) == 1
+    by_layer = recipe.sequence_parallel == 1
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_longer_window(written, *windows)
         stage, shorter = _fit_short_rows(stage, *windows)
@@ -82,7 +80,7 @@ def adapt(
         elif options.trained != "weights" and _trains_own(stage):
             stage = _with_adapters(stage, options)
             said = [*said, _adapters(stage)]
-        stage, smaller = _fit_memory(stage, options, room, lambda stage: planner.plan(stage).memory_bytes, alone)
+        stage, smaller = _fit_memory(stage, options, room, lambda stage: planner.plan(stage).memory_bytes, by_layer)
         stage, scaled = _scale_rates(stage, tuned, hidden)
         stages.append(stage)
         sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *smaller, *scaled)]
@@ -252,14 +250,14 @@ def _fit_memory(
     options: Adapt,
     room: int | None,
     peak: Callable[[Stage], int],
-    alone: bool,
+    by_layer: bool,
 ) -> tuple[AnyStage, list[str]]:
     if room is None or peak(stage) <= room:
         return stage, []
     full = next((made for made in _smaller(stage) if peak(made) <= room), None)
     if full is not None:
         return full, [_said(stage, full, room)]
-    if alone and isinstance(stage, AlignStage) and (stage.lora is None or stage.lora.targets == "attention"):
+    if by_layer and isinstance(stage, AlignStage) and (stage.lora is None or stage.lora.targets == "attention"):
         one = changed(stage, layerwise=True)
         fitting = next((made for made in (one, *_smaller(one)) if peak(made) <= room), None)
         if fitting is not None:

@@ -274,7 +274,7 @@ def make_plan(
     dims = head_dims(base_config)
     device, compute = computes_in(recipe)
     planner = StagePlanner(config, reused, new, device, compute)
-    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, windows_of_main, scale)
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, windows_of_main, scale)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     _check_stages(recipe, stages, config, new)

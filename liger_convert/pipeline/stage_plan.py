@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from liger_convert.config.stages import AlignStage, Stage
-from liger_convert.model import parameter_group
+from liger_convert.model import linear_layers, parameter_group
 from liger_convert.training import sequence_parallel
 from liger_convert.training.batch_split import split_batch
 from liger_convert.training.memory_estimate import (
@@ -38,7 +38,8 @@ class StagePlan:
     trained: number of trained parameters.
     memory_bytes: at its peak. memory: the parts of the training's peak (`memory_estimate.training_bytes`).
     started: number of initial adapter weights of `pissa`, which are saved beside the checkpoints and in the result.
-    sharded_bytes: peak of each of several processes if they shard the weights; None for one process.
+    sharded_bytes: peak of each of several processes if they shard the weights; None for one process and if it is
+    layerwise.
     gathered_bytes: how much higher that peak is if layers stay gathered, see `training/sharding.py`.
     waiting_bytes: peak if the layers of the teacher are offloaded to the host's memory; None if they cannot be.
     traffic: what each of several processes sends and computes in a step; None for one process.
@@ -123,13 +124,15 @@ class StagePlanner:
         parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute, magnitudes)
         parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
         sharded, gathered, traffic = None, 0, None
-        if processes > 1:
+        if processes > 1 and not layerwise:
             shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
             measuring = measuring_bytes(own, self.config, self.sizes, self.compute, processes)
             sharded = max(sum(shared.values()), measuring)
             gathered = kept_gathered_bytes(parts, self.config, self.sizes, self.compute, processes)
+        if processes > 1:
             traffic = estimate_traffic(stage, self.config, self.shapes, adapters, self.compute, processes, shards)
-            parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
+            at_once = len(linear_layers(self.config)) if layerwise else 1
+            parts["buckets"] = 4 * trained // at_once  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
         waiting = None
         if parts["base"] and not layerwise:

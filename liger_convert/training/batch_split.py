@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from liger_convert.config.stages import AlignStage, Stage
+from liger_convert.config.stages import Stage
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.utils.errors import BadInput
@@ -17,11 +17,8 @@ def split_batch(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int
 
     The micro-batches of a step are divided among the groups first, since gradient accumulation is then shorter at the
     same efficiency; then the rows of a micro-batch. If the rows do not divide evenly among all groups, fewer of them
-    share the rows, see `sharing_groups`. Raises BadInput if the processes do not form whole groups, and for a layerwise
-    stage with several processes.
+    share the rows, see `sharing_groups`. Raises BadInput if the processes do not form whole groups.
     """
-    if processes > 1 and isinstance(stage, AlignStage) and stage.layerwise:
-        raise BadInput(f"align: layerwise trains on one GPU, not on {processes}; leave it out and set sharding: full")
     if processes % shards:
         why = f"{shards} processes share a row, but {processes} cannot be split into groups of {shards}"
         raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")
@@ -37,6 +34,18 @@ def sharing_groups(stage: Stage, groups: int) -> int:
     than with the sharing groups alone, and has the same result. Spare groups still hold their part of sharded weights.
     """
     return next(number for number in range(groups, 0, -1) if divides(stage, number))
+
+
+def batches_of(stage: Stage, steps: int, processes: int, process: int) -> list[range]:
+    """The rows of each micro-batch of process number `process` in `steps` steps, in order.
+
+    These are the rows that accelerate gives it in `StageTrainer`: the stage's rows are cut into micro-batches, and one
+    after the other goes to one process after the other. A spare process repeats the rows of another one.
+    """
+    rows, times = split_batch(stage, processes)
+    sharing = sharing_groups(stage, processes)
+    every = rows * sharing
+    return [range(first, first + rows) for first in range(process % sharing * rows, steps * times * every, every)]
 
 
 def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:

@@ -4,6 +4,8 @@ All rows have the same length, so each has a fixed place in the file and can be 
 checksum for each row. It is checked when the row is read, and detects rows that were never written, are truncated, or
 are in another row's place.
 
+Several processes, also on several hosts that share the disk, open the same file. Each reads and writes rows of its own.
+
 A background thread reads ahead and writes behind while the layer computes. At most two batches wait to be written. It
 shares the bytes of a batch out to further threads in pieces, since a single one copies and adds up fewer bytes a second
 than a layer takes on a GPU. Copies to and from a GPU have streams of their own, so that the layer need not wait for
@@ -47,9 +49,8 @@ class HiddenStates:
         self.row_bytes, self.on_gpu = tokens * size * dtype.itemsize, on_gpu
         self._to_gpu = _copying("to") if on_gpu else None
         self._from_gpu = _copying("from") if on_gpu else None
-        flags = os.O_RDWR | os.O_CREAT
         with disk_errors(path):
-            self._file, self._sums = os.open(path, flags), os.open(sums_of(path), flags)
+            self._file, self._sums = _Opened(path), _Opened(sums_of(path))
         self._pool = ThreadPoolExecutor(1)
         self._helpers = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         self._written: deque[Future[None]] = deque()
@@ -61,11 +62,11 @@ class HiddenStates:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._helpers.shutdown()
-        os.close(self._file)
-        os.close(self._sums)
+        self._file.close()
+        self._sums.close()
 
-    def read(self, row: int, count: int) -> Tensor:
-        """The `count` rows from `row` on, [N,T,C]. The next `count` rows are then read ahead.
+    def read(self, row: int, count: int, following: int | None = None) -> Tensor:
+        """The `count` rows from `row` on, [N,T,C]. Those from `following` on are then read ahead, by default the next.
 
         Raises LinearizeError for a row that does not match its checksum.
         """
@@ -75,9 +76,10 @@ class HiddenStates:
             current = torch.cuda.current_stream()
             current.wait_stream(self._to_gpu)
             x_NTC.record_stream(current)  # it was allocated on the other stream
-        following = row + count, min(count, self.rows - row - count)
-        if following[1] > 0:
-            self._ahead = following, self._pool.submit(self._fetch, *following)
+        start = row + count if following is None else following
+        if start < self.rows:
+            ahead_of = start, min(count, self.rows - start)
+            self._ahead = ahead_of, self._pool.submit(self._fetch, *ahead_of)
         return x_NTC
 
     def write(self, row: int, x: Tensor) -> None:
@@ -103,8 +105,8 @@ class HiddenStates:
         while self._written:
             self._written.popleft().result()
         with disk_errors(self.path):
-            os.fsync(self._file)
-            os.fsync(self._sums)
+            os.fsync(self._file.writing)
+            os.fsync(self._sums.writing)
 
     def _fetch(self, row: int, count: int) -> Tensor:
         x_NTC = self._read(row, count)
@@ -130,8 +132,8 @@ class HiddenStates:
     def _read(self, row: int, count: int) -> Tensor:
         bytes_NB = torch.empty(count, self.row_bytes, dtype=torch.uint8, pin_memory=self.on_gpu)
         raw_NB, sums_N = bytes_NB.numpy(), np.zeros(count, np.uint64)
-        _pread(self._sums, sums_N.view(np.uint8).data, row * SUM_BYTES)
-        bad = np.flatnonzero(self._each_piece(raw_NB, row, _pread) != sums_N)
+        _pread(self._sums.reading, sums_N.view(np.uint8).data, row * SUM_BYTES)
+        bad = np.flatnonzero(self._each_piece(raw_NB, row, self._file.reading, _pread) != sums_N)
         if bad.size:
             what = f"row {row + int(bad[0])} is not what was written there"
             raise LinearizeError(f"{self.path}: {what}; remove {self.path.parent} and start the stage again")
@@ -142,20 +144,22 @@ class HiddenStates:
             copied.synchronize()
         raw_NB = x.contiguous().view(-1).view(torch.uint8).numpy().reshape(-1, self.row_bytes)
         with disk_errors(self.path):
-            sums_N = self._each_piece(raw_NB, row, _pwrite)
-            _pwrite(self._sums, sums_N.view(np.uint8).data, row * SUM_BYTES)
+            sums_N = self._each_piece(raw_NB, row, self._file.writing, _pwrite)
+            _pwrite(self._sums.writing, sums_N.view(np.uint8).data, row * SUM_BYTES)
 
-    def _each_piece(self, raw_NB: np.ndarray, row: int, do: Callable[[int, memoryview, int], None]) -> np.ndarray:
+    def _each_piece(
+        self, raw_NB: np.ndarray, row: int, descriptor: int, do: Callable[[int, memoryview, int], None]
+    ) -> np.ndarray:
         """Reads or writes rows from `row` on, in pieces that run at the same time.
 
-        do: `_pread` or `_pwrite`. Returns each row's checksum [N]: the sum of its 64-bit words and of the bytes behind
-        the last of them, plus its row number + 1. The row number keeps a row from passing for another, and an unwritten
-        row, which is all zeros, for a written one.
+        do: `_pread` or `_pwrite`, with the file's `descriptor` for that. Returns each row's checksum [N]: the sum of
+        its 64-bit words and of the bytes behind the last of them, plus its row number + 1. The row number keeps a row
+        from passing for another, and an unwritten row, which is all zeros, for a written one.
         """
 
         def piece(n: int, start: int) -> int:
             bytes_P = raw_NB[n, start : start + PIECE]
-            do(self._file, bytes_P.data, (row + n) * self.row_bytes + start)
+            do(descriptor, bytes_P.data, (row + n) * self.row_bytes + start)
             words = len(bytes_P) // SUM_BYTES * SUM_BYTES
             return int(bytes_P[:words].view(np.uint64).sum(dtype=np.uint64)) + int(bytes_P[words:].sum(dtype=np.uint64))
 
@@ -164,6 +168,22 @@ class HiddenStates:
         for (n, _), total in zip(places, self._helpers.map(piece, *zip(*places))):
             sums[n] += total
         return np.array([total % (1 << 8 * SUM_BYTES) for total in sums], np.uint64)
+
+
+class _Opened:
+    """A file, created if it does not exist, with one descriptor for reading and one for writing.
+
+    Through a descriptor for both, a network file system may first read what surrounds the written bytes, and then write
+    it back over what another host has written there meanwhile.
+    """
+
+    def __init__(self, path: Path):
+        self.writing = os.open(path, os.O_WRONLY | os.O_CREAT)
+        self.reading = os.open(path, os.O_RDONLY)
+
+    def close(self) -> None:
+        os.close(self.writing)
+        os.close(self.reading)
 
 
 @functools.cache

@@ -13,6 +13,12 @@ The resulting weights equal those of whole-model alignment, bit for bit on a CPU
   never exceeds `max_grad_norm`, and an outlier in one layer does not shorten the steps of the others.
 - Dropout, from `lora.dropout` or from the family itself, draws other random numbers.
 
+Several processes, also on several hosts, share the rows of each step as in other stages. Each holds the layer that is
+being trained. All of them read and write the same file of hidden states before a layer, each the rows of its own
+batches. A row's place in it does not depend on the number of processes, which may change on resuming. A spare process
+(`batch_split.sharing_groups`) writes nothing. What is done once is done by the first process. A barrier after each layer makes sure that all rows are written before they are read, and
+read before they are removed.
+
 Until the stage is done, its folder `layerwise` contains:
 
     state.json       how many layers are done, and their statistics
@@ -55,16 +61,23 @@ from liger_convert.model import MIXER_MODULE, AlignTargets, linear_layers
 from liger_convert.model.loading import check_folder, read_finite
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import pissa
-from liger_convert.training.batch_split import steps_of
+from liger_convert.training.batch_split import batches_of, sharing_groups, steps_of
 from liger_convert.training.calibrate import calibrating, in_two_lengths
 from liger_convert.training.checkpoints import last_good, step_of
 from liger_convert.training.disk_estimate import hidden_bytes
 from liger_convert.training.hidden_states import HiddenStates, sums_of
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, Chain
-from liger_convert.training.one_layer import LayerObjective, LayerTrainer, OneLayer, attention_only, load_tensors
+from liger_convert.training.one_layer import (
+    LayerObjective,
+    LayerTrainer,
+    OneLayer,
+    attention_only,
+    load_tensors,
+    read_batch,
+)
 from liger_convert.training.student import compile_attention, compile_parts, gains_by_compiling, prepare
-from liger_convert.utils import interrupts
+from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError
 from liger_convert.utils.progress import Report
@@ -98,7 +111,10 @@ class _State:
 
 
 class LayerwiseStage:
-    """One run of `stage` in the folder `out`. The arguments are those of `run_stage`; `dtype` is the compute dtype."""
+    """One run of `stage` in the folder `out`. The arguments are those of `run_stage`; `dtype` is the compute dtype.
+
+    All processes of a run make one and `run` it together. Then the first one calls `save` and `clear`.
+    """
 
     def __init__(
         self,
@@ -125,6 +141,9 @@ class LayerwiseStage:
         self.steps = steps_of(stage, dataset)
         self.rows = self.steps * stage.batch_size * stage.grad_accumulation
         self.few = min(ERROR_ROWS, len(dataset))
+        self.processes, self.is_first = processes.count(), processes.is_first()
+        self.batches = batches_of(stage, self.steps, self.processes, processes.rank())
+        self.is_spare = processes.rank() >= sharing_groups(stage, self.processes)
         shape = [self.rows, dataset.seq_len, base_config.hidden_size, str(dtype)]
         self.of = {"stage": stage.model_dump(mode="json"), "shape": shape, "seed": seed, "linear": self.linear}
 
@@ -134,21 +153,20 @@ class LayerwiseStage:
         resume: continue from an earlier run in the same folder, instead of removing it. Raises BadInput if the disk has
         too little space. Raises LinearizeError if training diverges, or if the earlier run is of another stage.
         """
-        if not resume:
-            self.clear()
-        for name in ("fitted", "trained"):
-            (self.work / name).mkdir(parents=True, exist_ok=True)
-        state = self._load_state()
-        self._require_room(state)
+        state = _State(**processes.from_first(lambda: asdict(self._begin(resume))))
         started = time.monotonic() - state.seconds
 
         def save() -> None:
+            """Saves the state, which all processes have, once all have done what it says."""
+            processes.barrier()
             state.seconds = time.monotonic() - started
-            atomic_write(self.work / STATE, json.dumps(asdict(state)))
+            if self.is_first:
+                atomic_write(self.work / STATE, json.dumps(asdict(state)))
 
         # without a learning rate, a LoRA stage does not save the mixers, so they must stay unchanged
         if self.stage.fits_mixers and not state.fitted:
-            self._calibrate()
+            if self.is_first:
+                self._calibrate()
             state.fitted = True
             save()
         if not state.embedded:
@@ -162,7 +180,8 @@ class LayerwiseStage:
             gc.collect()  # a trainer has reference cycles, which would keep its layer's weights and moments alive
             state.done = number + 1
             save()
-            self.folder.remove(self.work / "checkpoints")
+            if self.is_first:
+                self.folder.remove(self.work / "checkpoints")
         self._remove_states_before(self.linear[-1] + 1)  # makes room for the result
         return {
             "seconds": round(state.seconds, 1),
@@ -200,11 +219,21 @@ class LayerwiseStage:
 
     # --- the parts of a run
 
+    def _begin(self, resume: bool) -> _State:
+        if not resume:
+            self.clear()
+        for name in ("fitted", "trained"):
+            (self.work / name).mkdir(parents=True, exist_ok=True)
+        state = self._load_state()
+        self._require_room(state)
+        return state
+
     def _layer(self, number: int, state: _State, stack: contextlib.ExitStack) -> None:
-        """Runs all rows through layer `number` of the base. Trains the model's layer of that number if it is linear."""
+        """Runs this process's rows through layer `number` of the base. Trains the model's layer of that number if it is
+        linear."""
         is_last = number == self.linear[-1]
         before, few = self._states(number, stack), self._few_states(number, stack)
-        after = None if is_last else self._states(number + 1, stack)
+        after = None if is_last or self.is_spare else self._states(number + 1, stack)
         stack.enter_context(self.base.layer(number))
         positions_BT = collate([self.dataset.whole(i) for i in range(self.few)])["position_ids"].to(self.device)
 
@@ -212,24 +241,22 @@ class LayerwiseStage:
             with autocast(self.device, self.dtype):
                 return self.base.targets(few.read(0, self.few), positions_BT, number)
 
-        if not is_last:
+        if not is_last and self.is_first:
             following = self._few_states(number + 1, stack)
             following.write(0, few_targets()[1])
             following.flush()
         if number not in self.linear:
-            assert after is not None
+            if after is None:
+                return
             with autocast(self.device, self.dtype):
-                for row, batch in self._batches():
-                    x_NTC = before.read(row, self.stage.batch_size)
-                    after.write(row, self.base.run(x_NTC.view(*batch["input_ids"].shape, -1), batch["position_ids"]))
-                    self._report(number, row // self.stage.batch_size // self.stage.grad_accumulation, "softmax")
+                for at, batch in enumerate(self._batches()):
+                    x_BTC = read_batch(before, self.batches, at).view(*batch["input_ids"].shape, -1)
+                    after.write(self.batches[at].start, self.base.run(x_BTC, batch["position_ids"]))
+                    self._report(number, at * self.steps // len(self.batches), "softmax")
             after.flush()
             return
         checkpoints = self.work / "checkpoints"
-        last = last_good(checkpoints)
-        if last is not None and self.stage.uses_pissa and not pissa.is_kept(checkpoints):
-            self.folder.remove(checkpoints)
-            last = None
+        last = processes.from_first(self._last_checkpoint)
         student = self._student(number, state)
         if self.stage.uses_pissa:
             pissa.start(student, checkpoints, resumes=last is not None)
@@ -238,8 +265,8 @@ class LayerwiseStage:
             with torch.no_grad(), autocast(self.device, self.dtype), torch.compiler.set_stance("force_eager"):
                 return float(student.eval()(align=few_targets()[0], position_ids=positions_BT).loss)
 
-        start = 0 if last is None else step_of(last) * self.stage.batch_size * self.stage.grad_accumulation
-        objective = LayerObjective(self.base, number, len(self.linear), before, after, start)
+        taken = 0 if last is None else step_of(checkpoints / last) * len(self.batches) // self.steps
+        objective = LayerObjective(self.base, number, len(self.linear), before, after, self.batches, taken)
         if self.stage.compile and gains_by_compiling(self.device):
             compile_attention(student)
             compile_parts(self.base.backbone.layers[number])
@@ -253,12 +280,13 @@ class LayerwiseStage:
             dtype=self.dtype,
             seed=self.seed,
             progress=functools.partial(self._report_step, number),
+            processes=self.processes,
             before_saving=objective.flush,
         )
         error_before = error()
         with interrupts.deferred():
             try:
-                trainer.train(resume_from_checkpoint=None if last is None else str(last))
+                trainer.train(resume_from_checkpoint=None if last is None else str(checkpoints / last))
             finally:
                 trainer.finish_checkpoint()
         objective.flush()
@@ -274,9 +302,19 @@ class LayerwiseStage:
         state.trained += sum(p.numel() for p in student.parameters() if p.requires_grad)
         if state.fwd_bwd in ("", "captured"):
             state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
-        if self.stage.uses_pissa:
-            pissa.become_changes(student, checkpoints)
-        _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
+        if self.is_first:
+            if self.stage.uses_pissa:
+                pissa.become_changes(student, checkpoints)
+            _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
+
+    def _last_checkpoint(self) -> str | None:
+        """The name of the checkpoint from which the current layer's training continues, None if it begins."""
+        checkpoints = self.work / "checkpoints"
+        last = last_good(checkpoints)
+        if last is not None and self.stage.uses_pissa and not pissa.is_kept(checkpoints):
+            self.folder.remove(checkpoints)
+            last = None
+        return None if last is None else last.name
 
     def _student(self, number: int, state: _State) -> Any:
         """The attention of layer `number` with its initial weights and the stage's adapters.
@@ -298,15 +336,19 @@ class LayerwiseStage:
         return student.to(self.device)
 
     def _embed(self) -> None:
-        """Writes the inputs of the first layer."""
+        """Writes the inputs of the first layer, of this process's rows."""
         with contextlib.ExitStack() as stack:
-            states, few = self._states(0, stack), self._few_states(0, stack)
+            states = self._states(0, stack)
             stack.enter_context(self.base.embeddings())
             stack.enter_context(autocast(self.device, self.dtype))
-            few.write(0, self.base.embed(collate([self.dataset.whole(i) for i in range(self.few)])["input_ids"]))
-            few.flush()
-            for row, batch in self._batches():
-                states.write(row, self.base.embed(batch["input_ids"]))
+            if self.is_first:
+                few = self._few_states(0, stack)
+                few.write(0, self.base.embed(collate([self.dataset.whole(i) for i in range(self.few)])["input_ids"]))
+                few.flush()
+            if self.is_spare:
+                return
+            for rows, batch in zip(self.batches, self._batches(), strict=True):
+                states.write(rows.start, self.base.embed(batch["input_ids"]))
             states.flush()
 
     def _calibrate(self) -> None:
@@ -373,7 +415,9 @@ class LayerwiseStage:
         return HiddenStates(path, rows, self.dataset.seq_len, self.config.hidden_size, self.dtype, on_gpu)
 
     def _remove_states_before(self, number: int) -> None:
-        """Removes the hidden states of the layers before `number`."""
+        """Removes the hidden states of the layers before `number`, which no process has open any more."""
+        if not self.is_first:
+            return
         for kind in ("hidden", "few"):
             for path in self.work.glob(f"{kind}-*[0-9]"):
                 if int(path.name.rpartition("-")[2]) < number:
@@ -397,11 +441,10 @@ class LayerwiseStage:
 
     # --- rows and progress
 
-    def _batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yields the stage's micro-batches on the device, each with the index of its first row."""
-        for row in range(0, self.rows, self.stage.batch_size):
-            batch = collate([self.dataset[i] for i in range(row, row + self.stage.batch_size)])
-            yield row, {name: x.to(self.device) for name, x in batch.items()}
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        """Yields this process's micro-batches on the device."""
+        for rows in self.batches:
+            yield {name: x.to(self.device) for name, x in collate([self.dataset[i] for i in rows]).items()}
 
     def _report(self, number: int, step: float, note: str) -> None:
         if self.progress is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,8 +118,8 @@ class OneLayer:
 class LayerObjective(AlignObjective):
     """The loss of layer `number`, divided by the number of linear layers, `layers`: its part of the mean over layers.
 
-    Batches must be consecutive rows from `row` on. before: the hidden states before the layer. after: where to write
-    those after it; None if no layer follows.
+    before: the hidden states before the layer. after: where to write those after it; None if nothing is to be written.
+    batches: the rows of each batch, in order. taken: how many of these batches an earlier attempt has taken.
 
     A call is nothing but work of the device, so that it can be captured as a CUDA graph. The hidden states before the
     layer are part of its batch, as `hidden`: `read` them before. It leaves those after the layer in `outputs`: `write`
@@ -127,11 +127,17 @@ class LayerObjective(AlignObjective):
     """
 
     def __init__(
-        self, base: OneLayer, number: int, layers: int, before: HiddenStates, after: HiddenStates | None, row: int
+        self,
+        base: OneLayer,
+        number: int,
+        layers: int,
+        before: HiddenStates,
+        after: HiddenStates | None,
+        batches: Sequence[range],
+        taken: int,
     ):
         self.one, self.base, self.number, self.count = base, base.model, number, layers
-        self.before, self.after, self.row = before, after, row
-        self.first = row  # of the rows that were read last
+        self.before, self.after, self.batches, self.taken = before, after, batches, taken
         self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -144,17 +150,16 @@ class LayerObjective(AlignObjective):
         return targets
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        """[B,T,C]: the hidden states before the layer, of the next rows, whose tokens are `ids_BT`."""
-        rows = ids_BT.numel() // self.before.shape[0]
-        x_NTC = self.before.read(self.row, rows)
-        self.first, self.row = self.row, self.row + rows
+        """[B,T,C]: the hidden states before the layer, of the next batch, whose tokens are `ids_BT`."""
+        x_NTC = read_batch(self.before, self.batches, self.taken)
+        self.taken += 1
         return x_NTC.view(*ids_BT.shape, -1)  # rows may be cut into pieces
 
     def write(self, outputs: Iterable[Tensor]) -> None:
-        """Writes `outputs`, which a pass left for the rows that were read last. There are none if no layer follows."""
+        """Writes `outputs`, which a pass left for the batch that was read last. There are none without an `after`."""
         for output_BTC in outputs:
             assert self.after is not None
-            self.after.write(self.first, output_BTC)
+            self.after.write(self.batches[self.taken - 1].start, output_BTC)
         self.outputs = ()
 
     def wait_until_idle(self) -> None:
@@ -170,6 +175,12 @@ class LayerObjective(AlignObjective):
             self.after.flush()
 
 
+def read_batch(states: HiddenStates, batches: Sequence[range], at: int) -> Tensor:
+    """[N,T,C]: the rows of `batches[at]`. Those of the batch behind it are read ahead."""
+    following = batches[at + 1].start if at + 1 < len(batches) else states.rows
+    return states.read(batches[at].start, len(batches[at]), following)
+
+
 class LayerTrainer(StageTrainer):
     """Trains one layer. Hidden states are read before each pass and written after it, so that it can be captured."""
 
@@ -180,6 +191,15 @@ class LayerTrainer(StageTrainer):
         loss = super().training_step(model, inputs | hidden, num_items_in_batch)
         self.objective.write(self.fwd_bwd.copies if self.eager is None else self.objective.outputs)
         return loss
+
+    def _given(self, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> dict[str, Tensor]:
+        given = super()._given(inputs, num_items_in_batch)
+        if "hidden" in given:
+            return given
+        # of a batch whose turn is yet to come, only the shapes are asked for
+        hidden = torch.empty(*given["input_ids"].shape, self.objective.before.shape[1], device="meta")
+        counted = given.pop("counted")
+        return given | {"hidden": hidden, "counted": counted}  # in the order that they have at their turn
 
     def _outputs(self) -> tuple[Tensor, ...]:
         return self.objective.outputs

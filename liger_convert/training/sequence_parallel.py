@@ -42,7 +42,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.data.packed_rows import IGNORED
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.mixers.base import Mixer
@@ -60,6 +60,11 @@ def check(stage: Stage, config: Any, shards: int) -> None:
     """Raises BadInput if the stage's rows cannot be cut into `shards` shards. config: of the linearized model."""
     if shards == 1:
         return
+    if isinstance(stage, AlignStage) and stage.layerwise:
+        raise BadInput(
+            "sequence_parallel: align trains layer by layer, on whole rows, of which a GPU has only one layer's "
+            "activations at a time; use 1, or leave layerwise out"
+        )
     used = set(config.linearization["layers"]) - {SOFTMAX}
     specs = [config.linearization["mixers"][name] for name in sorted(used)]
     for spec in specs:

@@ -115,7 +115,8 @@ def run_stage(
     folder = RunFolder(out)
     result, checkpoints, stats_file = (folder.path(name) for name in ("result", "checkpoints", "stats.json"))
     if result.exists() and resume:
-        folder.remove(folder.path(FOLDER))  # left by a process killed right after it wrote the result
+        if processes.is_first():
+            folder.remove(folder.path(FOLDER))  # left by a process killed right after it wrote the result
         return json.loads(stats_file.read_text())
     if result.exists():
         raise BadInput(f"{result}: already exists; name a new folder or remove this one")
@@ -130,14 +131,17 @@ def run_stage(
     dtype = compute_dtype(device, precision)
     options: dict[str, Any] = {"dataset": dataset, "device": device, "dtype": dtype, "seed": seed, "progress": progress}
     if isinstance(stage, AlignStage) and stage.layerwise:
-        split_batch(stage, count)
+        split_batch(stage, count, sequence_parallel)  # raises before anything is written
         layers = LayerwiseStage(stage, model_dir=model_dir, results=results, base_dir=base_dir, out=out, **options)
+        check(stage, layers.config, sequence_parallel)
         facts = layers.run(resume)
         losses = facts.pop("losses")
         stats = _facts(stage, dataset, len(losses)) | {"sharded": False, **facts, "loss": curve(losses)}
-        atomic_write(stats_file, json.dumps(stats, indent=1))
-        layers.save(result)
-        layers.clear()
+        if processes.is_first():
+            atomic_write(stats_file, json.dumps(stats, indent=1))
+            layers.save(result)
+            layers.clear()
+        processes.barrier()  # so that every process can read the result right away
         return stats
 
     set_seed(seed)

@@ -220,11 +220,12 @@ def operations(stage: Stage, config: Any, weights: Weights, shards: int) -> int:
 class Traffic:
     """What each of several GPUs sends and computes in a step.
 
-    computed: operations. whole, sharded, gathered: bytes by purpose, if each has all weights, if all share them, and
-    if layers then stay gathered. bandwidth: for each of these, the bytes a second over which sending takes as long as
-    computing. most: for each of these and each of LINKS, the largest number of GPUs that share the step's rows and hide
-    what they send; 0 for none. sharing: the largest number that can share the rows. spare: how many of the given number
-    are spare, see `sharing_groups`.
+    computed: operations. whole, sharded, gathered: bytes by purpose, if each has all weights, if all share them, and if
+    layers then stay gathered. A layerwise stage, whose steps are counted as if all layers took them together, does not
+    share weights: `sharded` and `gathered` are empty, and not in the other fields. bandwidth: for each of these, the
+    bytes a second over which sending takes as long as computing. most: for each of these and each of LINKS, the largest
+    number of GPUs that share the step's rows and hide what they send; 0 for none. sharing: the largest number that can
+    share the rows. spare: how many of the given number are spare, see `sharing_groups`.
     """
 
     computed: int
@@ -239,10 +240,11 @@ class Traffic:
     def line(self) -> str:
         """The estimate in plain words."""
         kept = f" ({decimal(sum(self.gathered.values()))} where layers stay gathered)"
+        sharded = f" Sharded weights: {self._words('sharded', kept)}." if self.sharded else ""
         spare = f"; {self.spare} of these {'is' if self.spare == 1 else 'are'} spare" if self.spare else ""
         return (
-            f"computes {self.computed / 1e12:,.1f} TFLOP. Whole weights: {self._words('whole')}. Sharded weights: "
-            f"{self._words('sharded', kept)}. At most {self.sharing} GPUs can share its rows{spare}"
+            f"computes {self.computed / 1e12:,.1f} TFLOP. Whole weights: {self._words('whole')}.{sharded} At most "
+            f"{self.sharing} GPUs can share its rows{spare}"
         )
 
     def _words(self, way: str, kept: str = "") -> str:
@@ -257,31 +259,32 @@ def estimate(
     """The traffic of `stage` in `processes` processes, in groups of `shards` that share every row. The arguments are
     those of `weights_of`, and the compute dtype."""
     weights = weights_of(stage, config, shapes, adapters)
+    by_layer = isinstance(stage, AlignStage) and stage.layerwise
 
     def sent_and_computed(number: int) -> tuple[dict[str, dict[str, int]], int]:
         rows, times = split_batch(stage, number, shards)
         changes = {"batch_size": rows, "grad_accumulation": times, "seq_len": stage.seq_len // shards}
         own = stage.model_copy(update=changes)
         between = sequence_bytes(own, config, dtype, shards)
-        sent = {
-            "whole": replicated_bytes(weights, number) | between,
-            "sharded": sharded_bytes(own, weights, dtype, number) | between,
-            "gathered": sharded_bytes(own, weights, dtype, number, keep_gathered=True) | between,
-        }
+        sent = {"whole": replicated_bytes(weights, number) | between}
+        if not by_layer:
+            sent["sharded"] = sharded_bytes(own, weights, dtype, number) | between
+            sent["gathered"] = sharded_bytes(own, weights, dtype, number, keep_gathered=True) | between
         return sent, operations(own, config, weights, shards)
 
     sharing = stage.batch_size * stage.grad_accumulation
-    most = {way: dict.fromkeys(LINKS, 0) for way in ("whole", "sharded", "gathered")}
-    for groups in (n for n in range(1, sharing + 1) if divides(stage, n)):
-        sent, computed = sent_and_computed(groups * shards)
-        for way, numbers in most.items():
-            for link, speed in LINKS.items():
-                if needed_bandwidth(sum(sent[way].values()), computed) <= speed:
-                    numbers[link] = groups * shards
     sent, computed = sent_and_computed(processes)
     needed = {way: needed_bandwidth(sum(sizes.values()), computed) for way, sizes in sent.items()}
+    most = {way: dict.fromkeys(LINKS, 0) for way in sent}
+    for groups in (n for n in range(1, sharing + 1) if divides(stage, n)):
+        of_others, theirs = sent_and_computed(groups * shards)
+        for way, numbers in most.items():
+            for link, speed in LINKS.items():
+                if needed_bandwidth(sum(of_others[way].values()), theirs) <= speed:
+                    numbers[link] = groups * shards
+    sizes = sent["whole"], sent.get("sharded", {}), sent.get("gathered", {})
     spare = processes - sharing_groups(stage, processes // shards) * shards
-    return Traffic(computed, **sent, bandwidth=needed, most=most, sharing=sharing * shards, spare=spare)
+    return Traffic(computed, *sizes, bandwidth=needed, most=most, sharing=sharing * shards, spare=spare)
 
 
 def needed_bandwidth(sent: int, computed: int, peak: float = PEAK) -> float:

@@ -40,7 +40,7 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by `accelerate launch`
 _LOST = ("by peer", "remote process exited")  # gloo: closed or reset by peer; NCCL
 
-_barriers, _announced, _claims = itertools.count(), itertools.count(), itertools.count()
+_barriers, _announced, _claims, _given = (itertools.count() for _ in range(4))
 _left = threading.Event()
 _name: str | None = None  # of this start
 
@@ -160,6 +160,18 @@ def barrier() -> None:
         key = f"barrier/{next(_barriers)}"
         _store().add(key, 1)
         _wait(lambda: _store().add(key, 0) >= count())
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make` returns in the first process, plain JSON data, in all processes. Only the first one calls it; the
+    others wait, without a timeout. Raises Ended if one fails."""
+    if count() == 1:
+        return make()
+    key = f"given/{next(_given)}"
+    if is_first():
+        _store().set(key, json.dumps(make()))
+    _wait(lambda: _store().check([key]))
+    return json.loads(_store().get(key))
 
 
 def claim(name: str) -> bool:

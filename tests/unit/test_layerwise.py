@@ -90,8 +90,8 @@ def test_hidden_states_in_another_order_give_other_weights(tmp_path: Path, monke
     train(stage(), tmp_path / "right")
     read = HiddenStates.read
 
-    def shuffled(self: HiddenStates, row: int, count: int) -> torch.Tensor:
-        return read(self, (row + 2) % (self.rows - 1) if "hidden-2" in self.path.name else row, count)
+    def shuffled(self: HiddenStates, row: int, *args: Any) -> torch.Tensor:
+        return read(self, (row + 2) % (self.rows - 1) if "hidden-2" in self.path.name else row, *args)
 
     monkeypatch.setattr(HiddenStates, "read", shuffled)
     train(stage(), tmp_path / "wrong")

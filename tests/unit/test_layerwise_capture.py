@@ -36,13 +36,13 @@ def watched_passes(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, str
     fwd_bwd, leave = LayerTrainer._eager_fwd_bwd, HiddenStates.__exit__
 
     def passes(self: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        row = self.objective.row
+        taken = self.objective.taken
         inside.append(True)
         try:
             return fwd_bwd(self, batch)
         finally:
             inside.clear()
-            assert self.objective.row == row, "a row is counted, however often its pass runs"
+            assert self.objective.taken == taken, "a batch is counted, however often its pass runs"
 
     def noted(name: str) -> None:
         real = getattr(HiddenStates, name)
