@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_convert.training import stage as module
+from liger_convert.training.one_layer import LayerTrainer
 
 SMALL = 256  # bytes: counts, losses, norms
 
@@ -59,7 +60,11 @@ def count(job: dict[str, Any]) -> dict[str, int]:
         with moved:
             return train(*args)
 
-    with mock.patch.object(module, "_train", counted):
+    def counted_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with moved:
+            return super(LayerTrainer, self).train(*args, **kwargs)
+
+    with mock.patch.object(module, "_train", counted), mock.patch.object(LayerTrainer, "train", counted_layer):
         do(job)
     return {**moved.found, "small": moved.small}
 

@@ -334,11 +334,14 @@ def test_adapters_are_of_the_variant_and_alpha_that_are_asked_for() -> None:
 
 
 def test_an_alignment_that_does_not_fit_is_trained_layer_by_layer(monkeypatch) -> None:
-    """This is tried before adapters, and only with one process."""
+    """This is tried before adapters, for any number of processes, unless they share each row."""
     align = {"kind": "align", "learning_rates": {"mixer": 1e-3, "attention": 3e-4}}
     on_a_gpu(monkeypatch, 40 * GB)
     made, several = (make_plan(recipe(**align), config("llama-3-8b"), processes) for processes in (1, 2))
-    (stage,), (other,) = made.recipe_stages, several.recipe_stages
+    assert several.recipe_stages == made.recipe_stages
+    whole = recipe(**align)
+    sharing = make_plan(whole.model_copy(update={"sequence_parallel": 2}), config("llama-3-8b"), 2)
+    (stage,), (other,) = made.recipe_stages, sharing.recipe_stages
     assert isinstance(stage, AlignStage)
     assert stage.layerwise
     assert stage.lora is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -104,12 +105,31 @@ def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_state
     tokens, itemsize = many.stages[0].tokens, torch.float32.itemsize if "float32" in many.memory_for else 2
     assert many.disk_bytes["1-align"] > 2 * tokens * 32 * itemsize
     assert made(40, tokens=4e5, layerwise=True).disk_bytes["1-align"] > many.disk_bytes["1-align"]
-    with pytest.raises(BadInput, match="layerwise trains on one GPU, not on 2; leave it out and set sharding: full"):
-        plan(stages=[stage | {"layerwise": True}], processes=2)
     (said,) = too_large(made(40), 1, "none")
     assert "because it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
     (said,) = too_large(many, 1, "none")
     assert "although it holds only one layer at a time; lower batch_size" in said
+
+
+def test_layer_by_layer_several_processes_share_the_rows_and_the_disk() -> None:
+    """Each holds a whole layer, which is never sharded, and a copy of that layer's gradients to exchange."""
+    stage = {"kind": "align", "data": "text", "tokens": 2e5, "batch_size": 4, "layerwise": True, "calibrate": False}
+    stage |= {"learning_rates": {"mixer": 1e-3, "attention": 1e-4}}
+    alone, shared = (
+        make_plan(recipe(stages=[stage]), tiny_config("llama", num_hidden_layers=10), processes) for processes in (1, 2)
+    )
+    (one,), (two,) = alone.stages, shared.stages
+    linear = sum(name != "softmax" for name in shared.linearization["layers"])
+    assert {name: size for name, size in two.memory.items() if name != "buckets"} == {
+        name: size // 2 if name in ("hidden", "activations") else size for name, size in one.memory.items()
+    }
+    assert two.memory["buckets"] == 4 * two.trained // linear
+    assert shared.disk_bytes == alone.disk_bytes
+    assert not two.is_sharded("full", 1)
+    assert two.traffic is not None
+    assert two.traffic.whole == {"gradients": 4 * two.trained}
+    assert "Sharded" not in two.traffic.line()
+    assert json.loads(json.dumps(shared.to_dict()))["stages"][0]["traffic"]["sharded"] == {}
 
 
 def test_stages_that_do_not_fit_a_gpu_are_named():

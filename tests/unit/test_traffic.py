@@ -33,6 +33,7 @@ HALF = {"precision": "bfloat16"}
 ROWS = {"sequence_parallel": 2}
 CASES: dict[str, dict[str, Any]] = {
     "distill": {"name": "distill"},
+    "layerwise-align": {"name": "align", "fields": {"layerwise": True}},
     "sharded-align": {"name": "align", "options": {"shard": True, **HALF}},
     "sharded-distill": {"name": "distill", "options": {"shard": True, **HALF}},
     "sharded-finetune": {"name": "finetune", "options": {"shard": True}},
