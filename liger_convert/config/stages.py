@@ -239,9 +239,9 @@ class AlignStage(Stage):
     """First fit each trained mixer in closed form on one batch, see
     [Calibration](concepts.md#calibration)."""
     layerwise: bool = False
-    """Train the layers one after the other on one GPU, with one layer of the base in memory at a time, so that any
-    model fits. The hidden states of the stage's rows are stored on disk; they take twice `tokens` × the hidden size in
-    values. The result is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
+    """Train the layers one after the other, with one layer of the base in memory at a time, so that any model fits one
+    GPU. The hidden states of the stage's rows are stored on disk; they take twice `tokens` × the hidden size in values.
+    The result is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
 
     @property
     def has_teacher(self) -> bool:
