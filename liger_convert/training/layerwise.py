@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel, get_peft_model_state_dict
 from rich.filesize import decimal
 from safetensors import safe_open
@@ -153,6 +154,8 @@ class LayerwiseStage:
         resume: continue from an earlier run in the same folder, instead of removing it. Raises BadInput if the disk has
         too little space. Raises LinearizeError if training diverges, or if the earlier run is of another stage.
         """
+        if self.processes > 1:
+            PartialState(cpu=self.device.type == "cpu")  # makes this process's GPU the current one, for `HiddenStates`
         state = _State(**processes.from_first(lambda: asdict(self._begin(resume))))
         started = time.monotonic() - state.seconds
 

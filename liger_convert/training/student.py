@@ -109,6 +109,7 @@ def _with_gradient(embeddings: torch.nn.Module, ids: Any, output_BTC: torch.Tens
 def compile_attention(model: Any) -> None:
     """Compiles the parts of `model` that alignment runs, in place."""
     torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.optimize_ddp = False  # as in `compile_layers`
     whole = adapted_model(model)
     for i in linear_layers(model.config):
         whole.model.layers[i].self_attn.compile(dynamic=False)
