@@ -16,8 +16,8 @@ The resulting weights equal those of whole-model alignment, bit for bit on a CPU
 Several processes, also on several hosts, share the rows of each step as in other stages. Each holds the layer that is
 being trained. All of them read and write the same file of hidden states before a layer, each the rows of its own
 batches. A row's place in it does not depend on the number of processes, which may change on resuming. A spare process
-(`batch_split.sharing_groups`) writes nothing. What is done once is done by the first process. A barrier after each layer makes sure that all rows are written before they are read, and
-read before they are removed.
+(`batch_split.sharing_groups`) writes nothing. What is done once is done by the first process. A barrier after each
+layer makes sure that all rows are written before they are read, and read before they are removed.
 
 Until the stage is done, its folder `layerwise` contains:
 

@@ -130,6 +130,22 @@ def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_spare_process_changes_neither_weights_nor_hidden_states(tmp_path: Path) -> None:
+    """Two of three processes share the rows. Three times two thirds of a sum is rounded otherwise, so weights are as
+    near as those of rows processed one by one."""
+    job = {"name": "align", "plain": True, "fields": EVERY, "out": str(tmp_path / "three")}
+    found = launched(3, tmp_path, [job])["three"]
+    want = alone(job, tmp_path / "one")
+    alone(job, tmp_path / "rows", fields=EVERY | {"batch": 1, "accumulation": 4})
+    whole = learned(tmp_path / "one")
+    rounding = distance(learned(tmp_path / "rows"), whole)
+    assert 0 < rounding < 1e-7
+    assert distance(learned(tmp_path / "three"), whole) < 10 * rounding
+    assert losses(found) == pytest.approx(losses(want), abs=2e-5)
+    assert found["files"] == {file: want["files"][file] for file in HIDDEN}
+
+
+@pytest.mark.slow
 def test_two_processes_train_every_kind_of_weights_as_one_does(tmp_path: Path) -> None:
     """Rows of two lengths, averaged weights, half precision, and all kinds of adapters. The controls take the same rows
     in both processes, or the hidden states of the other one's rows."""
