@@ -38,6 +38,7 @@ ALPACA_TEMPLATE = (
 END = "the end of the only text"  # its key, where it is held out
 
 CHATS = ("messages", "conversations")  # columns that may hold a conversation
+SYSTEM = ("system", "system_prompt")  # columns that may hold its system message
 PAIR = {"prompt", "completion"}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -61,6 +62,7 @@ class Document:
 class Documents:
     """The documents of a source: those to train on, those held out, the number of rows skipped as empty, and whether
     its rows have tools that the chat template does not show. hidden_roles: the roles whose messages it does not show.
+    weighted: the number of rows with a `weight` of their own, which is not read.
     """
 
     train: list[Document]
@@ -68,6 +70,7 @@ class Documents:
     skipped: int
     hides_tools: bool = False
     hidden_roles: frozenset[str] = frozenset()
+    weighted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class _Text:
 
     where: the name of its row, for error messages. spans: the character ranges that count in the loss; None for all.
     key: texts with the same key are held out together. tools: whether its row has tools for the chat template.
-    hidden: roles of messages that the text does not show.
+    hidden: roles of messages that the text does not show. weighted: whether its row has a `weight` of its own.
     """
 
     where: str
@@ -85,6 +88,17 @@ class _Text:
     key: str
     tools: bool = False
     hidden: frozenset[str] = frozenset()
+    weighted: bool = False
+
+
+@dataclass
+class _Notes:
+    """What is noted of the rows that are read: as in Documents, and whether any has tools."""
+
+    skipped: int = 0
+    tools: bool = False
+    hidden: frozenset[str] = frozenset()
+    weighted: int = 0
 
 
 def load_source(
@@ -93,8 +107,9 @@ def load_source(
     """Tokenizes all documents of `source` and separates the held-out ones.
 
     The held-out documents are those of `source.validation`. Without one, they are those whose hash of `seed` and key is
-    below `source.held_out`, at least one if that is not 0; they are the same in every run. No text is in both parts. Of
-    a source with a single text, such as a short .txt, the end of that text is held out.
+    below `source.held_out`, at least one if that is not 0; they are the same in every run. No text is in both parts,
+    not even with other spaces and line ends. Of a source with a single text, such as a short .txt, the end of that text
+    is held out.
 
     Plain text is tokenized with the tokenizer's own special tokens. Chat rows go through its chat template, or Alpaca's
     format if it has none; the loss counts the assistant's tokens, up to and including the end-of-turn marker. Text that
@@ -106,33 +121,34 @@ def load_source(
     """
     if not tokenizer.is_fast:
         raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
-    skipped, tools, hidden = 0, False, frozenset[str]()
+    notes = _Notes()
     if isinstance(source, TeacherSource):
         assert written is not None
         documents = _read(source, written, tokenizer)
         held_out = documents[: source.held_out_documents]
     else:
-        documents, skipped, tools, hidden = _documents(source, _parted(source, rows(source)), tokenizer, progress)
+        documents, notes = _documents(source, _parted(source, rows(source)), tokenizer, progress)
         if getattr(source, "validation", None):
-            held_out, more, *_ = _documents(source, rows(source, validation=True), tokenizer, progress)
-            skipped += more
+            held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
+            notes.skipped += more.skipped
         else:
             keys = {key for key, _ in documents}
             drawn = {END} if END in keys else held_out_keys(keys, source.held_out, seed)
             held_out = [(key, document) for key, document in documents if key in drawn]
-    held_keys = {key for key, _ in held_out}
-    train = [document for key, document in documents if key not in held_keys]
+    held_keys = {_words(key) for key, _ in held_out}
+    train = [document for key, document in documents if not held_keys or _words(key) not in held_keys]
     if not train:
         if getattr(source, "validation", None):
             raise BadInput(f"data: {_name(source)}: all its texts are in its validation as well; give others there")
-        different = len({key for key, _ in documents})
+        different = len({_words(key) for key, _ in documents})
         of_all = "" if different == len(documents) else f" ({different} different of {len(documents)})"
         raise BadInput(
             f"data: {_name(source)} has too few documents{of_all}: nothing is left after the held-out part; "
             "give more, or name others as validation"
         )
-    hides_tools = tools and "tools" not in (tokenizer.chat_template or ALPACA_TEMPLATE)
-    return Documents(train, [document for _, document in held_out], skipped, hides_tools, hidden)
+    hides_tools = notes.tools and "tools" not in (tokenizer.chat_template or ALPACA_TEMPLATE)
+    measured = [document for _, document in held_out]
+    return Documents(train, measured, notes.skipped, hides_tools, notes.hidden, notes.weighted)
 
 
 def reference_documents(tokenizer: Any) -> list[Document]:
@@ -152,6 +168,11 @@ def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
     }
     held_out = {key for key, value in hashes.items() if value < fraction}
     return held_out or ({min(hashes, key=lambda key: hashes[key])} if fraction else set())
+
+
+def _words(key: str) -> str:
+    """A key in which only the words count: copies of a text often end differently, or have other line ends."""
+    return " ".join(key.split())
 
 
 def _parted(source: Any, found: Iterator[DataRow]) -> Iterator[DataRow]:
@@ -191,9 +212,8 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
 
 def _documents(
     source: Any, found: Iterable[DataRow], tokenizer: Any, progress: Report | None
-) -> tuple[list[tuple[str, Document]], int, bool, frozenset[str]]:
-    """[(key, document)] of every nonempty row, the number of empty rows, whether any row has tools, and the roles of
-    messages that the chat template does not show. Raises BadInput if all rows are empty."""
+) -> tuple[list[tuple[str, Document]], _Notes]:
+    """[(key, document)] of every nonempty row, and what is noted of all rows. Raises BadInput if all are empty."""
     template = tokenizer.chat_template or ALPACA_TEMPLATE
     special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's template has them
     if source.format != "text" and template is ALPACA_TEMPLATE and tokenizer.eos_token is None:
@@ -203,35 +223,39 @@ def _documents(
         )
     texts: list[_Text | None] = []
     documents: list[tuple[str, Document]] = []
-    skipped, tools, hidden = 0, False, frozenset[str]()
+    notes = _Notes()
     found = iter(found)
     while texts := [_text(source, row, tokenizer, template) for row in islice(found, 256)]:
         batch = [text for text in texts if text is not None]
-        skipped += len(texts) - len(batch)
-        tools = tools or any(text.tools for text in batch)
-        hidden = hidden.union(*(text.hidden for text in batch))
+        notes.skipped += len(texts) - len(batch)
+        notes.tools = notes.tools or any(text.tools for text in batch)
+        notes.hidden = notes.hidden.union(*(text.hidden for text in batch))
+        notes.weighted += sum(text.weighted for text in batch)
         documents += zip([text.key for text in batch], _tokenize(batch, tokenizer, special))
         if progress is not None:
             progress(len(documents), None, f"{len(documents):,} documents")
     if not documents:
         chat = "a question and its answer, which are messages of the roles user and assistant"
         raise BadInput(f"data: {_name(source)} has no row with {chat if source.format == 'messages' else 'any text'}")
-    return documents, skipped, tools, hidden
+    return documents, notes
 
 
 def _text(source: Any, row: DataRow, tokenizer: Any, template: str) -> _Text | None:
     """The text of a row; None if it is empty. Raises BadInput for a row that cannot be used."""
     if not isinstance(row.value, dict):
         raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
+    weighted = row.value.get("weight") not in (None, "", 1, "1", "1.0")
     if source.format == "text":
         text = _field(row, getattr(source, "field", None) or "text")
-        return _Text(row.where, text, None, row.key or text) if text.strip() else None
+        return _Text(row.where, text, None, row.key or text, weighted=weighted) if text.strip() else None
     tools = None
     if source.format == "alpaca":
         messages = _alpaca(row, headed=template is ALPACA_TEMPLATE)
     else:
         messages, tools = _messages(row, getattr(source, "field", None)), _tools(row)
     if not messages or not messages[-1]["content"].strip():
+        return None
+    if not any(_learned(message) for message in messages):
         return None
     try:
         called = [_with_arguments(message) for message in messages]
@@ -247,7 +271,7 @@ def _text(source: Any, row: DataRow, tokenizer: Any, template: str) -> _Text | N
         raise BadInput(
             f"{row.where}: with this chat template, its responses cannot be told apart from the text before them"
         )
-    return _Text(row.where, text, spans, row.key or text, tools is not None, hidden)
+    return _Text(row.where, text, spans, row.key or text, tools is not None, hidden, weighted)
 
 
 def _field(row: DataRow, name: str, default: str | None = None) -> str:
@@ -277,7 +301,8 @@ def _alpaca(row: DataRow, *, headed: bool) -> list[dict[str, str]]:
     instruction, context = _field(row, "instruction"), _field(row, "input", default="")
     if context:
         instruction += ("\n\n### Input:\n" if headed else "\n\n") + context
-    return [{"role": "user", "content": instruction}, {"role": "assistant", "content": _field(row, "output")}]
+    asked = [{"role": "user", "content": instruction}, {"role": "assistant", "content": _field(row, "output")}]
+    return _with_system(row, asked)
 
 
 def _messages(row: DataRow, field: str | None) -> list[dict[str, str]]:
@@ -303,7 +328,29 @@ def _messages(row: DataRow, field: str | None) -> list[dict[str, str]]:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             what = "should have a role and a content, both texts; a content in parts may hold only texts"
             raise BadInput(f"{row.where}: message {number} of {name!r} {what}")
-    return _from_question_to_response(messages)
+        if message["role"] == "assistant" and message.get("weight") not in (None, 0, 1):
+            what = "should have a weight of 0, not to be learned, or 1; no other is read"
+            raise BadInput(f"{row.where}: message {number} of {name!r} {what}")
+    return _from_question_to_response(_with_system(row, messages))
+
+
+def _learned(message: dict[str, Any]) -> bool:
+    """Whether a message is a response that counts in the loss; a weight of 0 says that it does not, as in OpenAI's
+    format."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _with_system(row: DataRow, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The conversation, with the system message that some data sets have in a column beside it. Raises BadInput if the
+    two differ, or if the column is no text."""
+    name = next((name for name in SYSTEM if row.value.get(name)), None)
+    said = _field(row, name).strip() if name is not None else ""
+    if not said:
+        return messages
+    own = [message["content"] for message in messages if message["role"] == "system"]
+    if own and own[0].strip() != said:
+        raise BadInput(f"{row.where}: has a system message and another one in the field {name!r}; give one of the two")
+    return messages if own else [{"role": "system", "content": said}, *messages]
 
 
 def _tools(row: DataRow) -> list[dict[str, Any]] | None:
@@ -335,7 +382,8 @@ def _from_question_to_response(messages: list[dict[str, str]]) -> list[dict[str,
 def _from_sharegpt(message: Any) -> Any:
     if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
         return message
-    return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
+    weight = {"weight": message["weight"]} if "weight" in message else {}
+    return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"], **weight}
 
 
 def _with_text(message: Any) -> Any:
@@ -379,8 +427,8 @@ def _render(
     """The conversation as text, the character ranges of its responses, and the roles of messages that it does not show.
 
     Some templates render a turn differently once others follow, for example without its reasoning. Such a turn is not
-    counted as a response. Nor is one without content of which the template shows nothing else, such as calls of tools:
-    it would teach to end a turn at once.
+    counted as a response. Nor is one with a weight of 0, nor one without content of which the template shows nothing
+    else, such as calls of tools: it would teach to end a turn at once.
     """
 
     def render(upto: int, ask: bool = False, last: dict[str, str] | None = None) -> str:
@@ -391,6 +439,8 @@ def _render(
     spans, hidden = [], set[str]()
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
+            if not _learned(message):
+                continue
             asked, answered = render(i, ask=True), render(i + 1)
             silent = {"role": "assistant", "content": message["content"]}
             if not message["content"].strip() and render(i + 1, last=silent) == answered:

@@ -108,7 +108,7 @@ def wider_windows(plan: Plan) -> list[str]:
 def check_documents(
     recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
 ) -> list[str]:
-    """Warnings about rows that are left out, tools and roles that no template shows, text that the tokenizer cannot
+    """Warnings about rows that are left out or weighted, tools and roles that no template shows, text that the tokenizer cannot
     read, documents that never leave the window, and sources that are read many times. unknown: the id of the
     tokenizer's unknown token, if it has one. Raises BadInput where no document of a stage leaves the window."""
     warnings = []
@@ -126,8 +126,12 @@ def check_documents(
         read = documents(name)
         if read.skipped:
             rows = len(read.train) + len(read.held_out) + read.skipped
-            why = ", or no question with an answer" if recipe.data[name].has_responses else ""
+            why = ", or no question with an answer to learn" if recipe.data[name].has_responses else ""
             warnings.append(f"data.{name}: {read.skipped:,} of {rows:,} rows have no text{why}")
+        if read.weighted:
+            rows = len(read.train) + len(read.held_out)
+            said = f"{read.weighted:,} of {rows:,} rows have a weight of their own, but all rows count alike"
+            warnings.append(f"data.{name}: {said}; leave out rows that should not count, or remove the field weight")
         if read.hides_tools:
             said = "its rows have tools, but the base's chat template does not show them"
             warnings.append(f"data.{name}: {said}, so the model learns to call what it was not told of")

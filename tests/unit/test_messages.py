@@ -12,7 +12,7 @@ import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from liger_convert.config.sources import FileSource
-from liger_convert.data.documents import Document, load_source
+from liger_convert.data.documents import Document, Documents, load_source
 from liger_convert.utils.errors import BadInput
 
 
@@ -45,6 +45,90 @@ def test_responses_for_a_tokenizer_without_a_token_that_ends_them_are_refused(tm
         load_source(source, tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE
     assert load_source(source, tokenizer).train
+
+
+# --- a system message beside the chat, and weights
+
+WHO = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+SAID = {"role": "system", "content": "Be brief."}
+
+
+def read(path: Path, row: dict[str, Any], **fields: Any) -> Documents:
+    """What a source of this one row has."""
+    path.write_text(json.dumps(row) + "\n")
+    return load_source(FileSource(path=str(path), **{"format": "messages"} | fields), tiny_tokenizer())
+
+
+def learned(document: Document) -> str:
+    """The text of the tokens that count in a loss on responses."""
+    return str(tiny_tokenizer().decode(document.ids[document.loss]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": WHO, "system": "Be brief."},
+        {"messages": [SAID, *WHO], "system": " Be brief. "},
+        {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}], "system": "Be brief."},
+        {"prompt": "Who?", "completion": "I.", "system_prompt": "Be brief."},
+        {"instruction": "Who?", "output": "I.", "system": "Be brief."},
+    ],
+    ids=["messages", "in both places", "conversations", "prompt", "alpaca"],
+)
+def test_a_system_message_in_a_column_beside_the_chat_begins_it(row: dict[str, Any], tmp_path: Path) -> None:
+    form = "alpaca" if "output" in row else "messages"
+    (found,) = read(tmp_path / "a.jsonl", row, format=form).train
+    (asked,) = read(tmp_path / "b.jsonl", {"messages": [SAID, *WHO]}).train
+    assert (found.ids.tolist(), found.loss.tolist()) == (asked.ids.tolist(), asked.loss.tolist())
+
+
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_an_empty_column_system_adds_no_message(nothing: str | None, tmp_path: Path) -> None:
+    (found,) = read(tmp_path / "a.jsonl", {"messages": WHO, "system": nothing}).train
+    (plain,) = read(tmp_path / "b.jsonl", {"messages": WHO}).train
+    assert found.ids.tolist() == plain.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"messages": [SAID, *WHO], "system": "Be long."},
+            "has a system message and another one in the field 'system'",
+        ),
+        ({"messages": WHO, "system": ["Be brief."]}, "field 'system' is a list; it should be a string"),
+        ({"messages": [WHO[0], WHO[1] | {"weight": 0.5}]}, "message 2 of 'messages' should have a weight of 0"),
+        ({"messages": [WHO[0], WHO[1] | {"weight": "0"}]}, "message 2 of 'messages' should have a weight of 0"),
+    ],
+    ids=["two that differ", "no text", "a part of a weight", "a weight that is a text"],
+)
+def test_a_system_message_or_a_weight_that_cannot_be_followed_is_refused(
+    row: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=f"line 1: {says}"):
+        read(tmp_path / "a.jsonl", row)
+
+
+def test_a_response_with_a_weight_of_0_is_read_but_does_not_count(tmp_path: Path) -> None:
+    again = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "weight": 1}]
+    (found,) = read(tmp_path / "a.jsonl", {"messages": [WHO[0], WHO[1] | {"weight": 0}, *again]}).train
+    (plain,) = read(tmp_path / "b.jsonl", {"messages": [*WHO, *again]}).train
+    assert found.ids.tolist() == plain.ids.tolist()
+    assert learned(plain) == "I.</s>So.</s>", "or nothing is tested"
+    assert learned(found) == "So.</s>"
+
+
+def test_a_chat_of_which_no_response_counts_is_left_out_and_counted(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I.", "weight": 0}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"conversations": c}) + "\n" for c in (said, said[:1])))
+    with pytest.raises(BadInput, match="has no row with a question and its answer"):
+        load_source(FileSource(path=str(tmp_path / "a.jsonl"), format="messages"), tiny_tokenizer())
+
+
+@pytest.mark.parametrize(("weight", "rows"), [(0, 1), (0.5, 1), ("0", 1), (1, 0), (1.0, 0), (None, 0)])
+def test_rows_with_a_weight_of_their_own_are_counted(weight: Any, rows: int, tmp_path: Path) -> None:
+    for name, row in {"text": {"text": "So."}, "messages": {"messages": WHO}}.items():
+        assert read(tmp_path / "a.jsonl", row | {"weight": weight}, format=name).weighted == rows
 
 
 # --- calls of tools

@@ -237,6 +237,13 @@ def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
     assert warning.endswith("data.text: 2 of 32 rows have no text")
 
 
+def test_weights_of_rows_are_told_to_be_without_effect(home: Path, capsys: Any) -> None:
+    rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
+    lines(home / "text.jsonl", [rows[0] | {"weight": 0}, *(row | {"weight": 1} for row in rows[1:])])
+    (warning,) = warned(words(), capsys)
+    assert "data.text: 1 of 30 rows have a weight of their own, but all rows count alike" in warning
+
+
 def test_documents_that_are_trained_on_and_measured_are_told(home: Path, capsys: Any) -> None:
     rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
     lines(home / "mine.jsonl", [{"text": f"{row['text']} Pass it around. "} for row in rows])
