@@ -108,9 +108,9 @@ def wider_windows(plan: Plan) -> list[str]:
 def check_documents(
     recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
 ) -> list[str]:
-    """Warnings about rows that are left out or weighted, tools and roles that no template shows, text that the tokenizer cannot
-    read, documents that never leave the window, and sources that are read many times. unknown: the id of the
-    tokenizer's unknown token, if it has one. Raises BadInput where no document of a stage leaves the window."""
+    """Warnings about rows that are left out or weighted, tools and roles that no template shows, text that the
+    tokenizer cannot read, documents that never leave the window, and sources that are read many times. unknown: the id
+    of the tokenizer's unknown token, if it has one. Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 
     def found(name: str) -> tuple[list[int], int]:
