@@ -238,11 +238,11 @@ DATA = {*READERS, *OPENERS, ".ndjson", ".tsv", ".arrow", ".feather", ".orc", ".a
 
 
 class _Decoded:
-    """Decodes a stream of UTF-8 in blocks."""
+    """Decodes a stream of UTF-8 in blocks, with the line ends of Windows as those of anyone else."""
 
     def __init__(self, path: Path, stream: BinaryIO):
         self.path, self.stream, self.lines = path, stream, 1
-        self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.decode = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True).decode
 
     def read(self, count: int) -> str:
         """The text of the next max(count, BLOCK) bytes or less; empty only at the end. Raises BadInput, naming the

@@ -11,6 +11,7 @@ from tiny import tiny_tokenizer
 
 from liger_convert.config.sources import FileSource
 from liger_convert.data.documents import Document, Documents, load_source
+from liger_convert.data.row_files import BLOCK, file_rows
 from liger_convert.utils.errors import BadInput
 
 
@@ -44,3 +45,15 @@ def test_a_copy_with_other_spaces_of_the_validation_is_not_trained_on(tmp_path: 
 
 def test_without_anything_held_out_copies_are_all_trained_on(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.jsonl", ["apple", "apple "]).train) == 2
+
+
+def test_a_txt_with_the_line_ends_of_windows_is_read_as_any_other(tmp_path: Path) -> None:
+    paragraphs = [f"paragraph {i}\nof some {'x' * (i % 97)}" for i in range(40_000)]  # ends of lines at ends of blocks
+    plain, windows = tmp_path / "a.txt", tmp_path / "b.txt"
+    plain.write_bytes("\n\n".join(paragraphs).encode())
+    windows.write_bytes("\r\n\r\n".join(paragraphs).replace("\n", "\r\n").replace("\r\r", "\r").encode() + b"\r\n")
+    assert windows.stat().st_size > 2 * BLOCK, "or nothing is tested"
+    assert [row.value for row in file_rows(windows)] == [row.value for row in file_rows(plain)]
+    windows.write_bytes(b"pear\r\n" * BLOCK + b"\xff")
+    with pytest.raises(BadInput, match=rf"b\.txt line {BLOCK + 1}: is not UTF-8"):
+        list(file_rows(windows))
