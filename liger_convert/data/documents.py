@@ -112,9 +112,9 @@ def load_source(
     is held out.
 
     Plain text is tokenized with the tokenizer's own special tokens. Chat rows go through its chat template, or Alpaca's
-    format if it has none; the loss counts the assistant's tokens, up to and including the end-of-turn marker. Text that
-    the base wrote is read from the file `written`, see `teacher.write`. Its first documents are held out, and equal
-    texts are not trained on.
+    format if it has none, and do not depend on the day; the loss counts the assistant's tokens, up to and including the
+    end-of-turn marker. Text that the base wrote is read from the file `written`, see `teacher.write`. Its first
+    documents are held out, and equal texts are not trained on.
 
     Raises BadInput, naming file and line, for a row that cannot be used. Also raises it for a tokenizer without a fast
     version, and if no documents are left for training.
@@ -433,7 +433,7 @@ def _render(
 
     def render(upto: int, ask: bool = False, last: dict[str, str] | None = None) -> str:
         shown = messages[:upto] if last is None else [*messages[: upto - 1], last]
-        return templates.render(tokenizer, shown, template, ask=ask, tools=tools)
+        return templates.render(tokenizer, shown, template, ask=ask, tools=tools, today=False)
 
     text = render(len(messages))
     spans, hidden = [], set[str]()
@@ -449,7 +449,7 @@ def _render(
                 spans.append((len(asked), len(answered.rstrip())))
         elif message["content"].strip() not in text:  # it may be escaped: what is hidden makes no difference
             other = [*messages[:i], message | {"content": "."}, *messages[i + 1 :]]
-            if templates.render(tokenizer, other, template, tools=tools) == text:
+            if templates.render(tokenizer, other, template, tools=tools, today=False) == text:
                 hidden.add(message["role"])
     return text, spans, frozenset(hidden)
 

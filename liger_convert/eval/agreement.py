@@ -83,7 +83,7 @@ def _answers(model: Any, tokenizer: Any, tokens: int, context: int) -> Iterator[
     for question in CHAT if tokenizer.chat_template else ():
         messages.append({"role": "user", "content": question})
         try:
-            text = render(tokenizer, messages, tokenizer.chat_template, ask=True)
+            text = render(tokenizer, messages, tokenizer.chat_template, ask=True, today=False)
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             check_ids(tokenizer, ids, "the conversation")
         except BadInput:

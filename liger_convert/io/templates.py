@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,15 @@ CPU_SECONDS = 2  # a template takes milliseconds; CPU time, so that a busy machi
 WALL_SECONDS = 20  # for a child that deadlocks, as a fork of a process with threads may; not the template's fault
 MEMORY_BYTES = 512 << 20  # on top of what the process already uses
 NO_MEMORY = 3  # the child's exit code
+# What a template is told of the time where a text may not depend on it. Llama 3's templates, which name the day in
+# every chat, say this one where they have no clock.
+FIXED_DAY = datetime(2024, 7, 26)
+# Says FIXED_DAY in the place of transformers' function of this name. A template that begins with it is one line longer.
+FIXED_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('%{c}', '{FIXED_DAY:%{c}}')" for c in (*"aAbBcdeHIjmMpSuxXyY", "-d", "-m"))
+    + " }}{% endmacro %}\n"
+)
 
 
 class BadTemplate(BadInput):
@@ -47,18 +57,22 @@ def render(
     *,
     ask: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    today: bool = True,
 ) -> str:
     """Renders a conversation as text. ask: append the generation prompt for the assistant's next turn. tools: what the
-    assistant may call, if the template shows it.
+    assistant may call, if the template shows it. today: whether a template that asks for the day is told today's;
+    otherwise FIXED_DAY, so that the text is the same on every day.
 
     For each new sequence of roles, with and without tools, the template is first tried in a child process. Raises
     BadTemplate if it is not a valid template or exceeds its limits, and BadInput if it fails on these messages or
     refuses them.
     """
 
+    used = FIXED_CLOCK + template if "strftime_now" in template and not today else template
+
     def rendered() -> str:
         return tokenizer.apply_chat_template(
-            list(messages), tools=tools, chat_template=template, tokenize=False, add_generation_prompt=ask
+            list(messages), tools=tools, chat_template=used, tokenize=False, add_generation_prompt=ask
         )
 
     key = template, tuple(message["role"] for message in messages), ask, tools is not None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_tokenizer
+from tiny import CHAT_TEMPLATE, tiny_tokenizer
+from transformers.utils import chat_template_utils
 
 from liger_convert.config.sources import FileSource
 from liger_convert.data.documents import Document, Documents, load_source
 from liger_convert.data.row_files import BLOCK, file_rows
+from liger_convert.io import templates
 from liger_convert.utils.errors import BadInput
 
 
@@ -57,3 +60,30 @@ def test_a_txt_with_the_line_ends_of_windows_is_read_as_any_other(tmp_path: Path
     windows.write_bytes(b"pear\r\n" * BLOCK + b"\xff")
     with pytest.raises(BadInput, match=rf"b\.txt line {BLOCK + 1}: is not UTF-8"):
         list(file_rows(windows))
+
+
+def test_chats_do_not_depend_on_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3's templates name the day in every chat: on another one, a resumed run would hold out other chats, and
+    measure on what it has trained on."""
+    tokenizer, path = tiny_tokenizer(), tmp_path / "a.jsonl"
+    tokenizer.chat_template = "\n  {% set day = strftime_now('%d %b %Y') %}\n{{ day }}" + CHAT_TEMPLATE
+    pairs = [(f"Who is {i}?", f"{i} is I.") for i in range(40)]
+    path.write_text("".join(json.dumps({"instruction": asked, "output": said}) + "\n" for asked, said in pairs))
+    found = []
+    for day in (1, 2):
+
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz: Any = None, day: int = day) -> Any:
+                return datetime(2026, 1, day)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        asked = [{"role": "user", "content": "Who?"}]
+        assert templates.render(tokenizer, asked, tokenizer.chat_template).startswith(f"\n0{day} Jan 2026"), "the clock"
+        read = load_source(FileSource(path=str(path), format="alpaca", held_out=0.2), tokenizer)
+        found.append([[document.ids.tolist() for document in part] for part in (read.train, read.held_out)])
+    assert found[0] == found[1]
+    fixed = tokenizer.chat_template.replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
+    assert tokenizer.decode(read.train[0].ids).startswith(templates.render(tokenizer, asked, fixed)[:12]), (
+        "in its place"
+    )
