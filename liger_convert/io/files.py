@@ -22,6 +22,9 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT_WRITE = ("No space left on device", "unexpected pos")  # in what torch.save raises
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG, errno.ENAMETOOLONG)
+_BROKEN = (errno.EIO, errno.ESTALE, errno.ENOTCONN)  # a disk or a mount that is damaged or gone
+# What file systems say of locks and of flushing folders, if they have none, as some that are shared by many machines.
+UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
 
 
 @contextlib.contextmanager
@@ -35,7 +38,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         is_short = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SHORT_WRITE)
         if code in _FULL or f"(os error {errno.ENOSPC})" in str(error) or is_short:
             raise LinearizeError(f"{path}: the disk is full; free some space and start again") from error
-        if code in _REFUSED or f"(os error {errno.EFBIG})" in str(error):
+        if code in (*_REFUSED, *_BROKEN) or f"(os error {errno.EFBIG})" in str(error):
             raise LinearizeError(f"{path}: cannot be written: {_why(error)}") from error
         raise
 
@@ -56,10 +59,13 @@ def _why(error: Exception) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file or folder to disk."""
+    """Flushes a file or folder to disk; a folder only where the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -15,9 +15,10 @@ from typing import Any
 from liger_convert import __version__
 from liger_convert.config.recipe import Recipe
 from liger_convert.io.checksums import files_in
-from liger_convert.io.files import atomic_write, read_json
+from liger_convert.io.files import UNSUPPORTED, atomic_write, read_json
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import console
 
 FILE = "manifest.json"
 FORMAT = 3  # the version written; a run of an older one can be verified, but not resumed
@@ -122,12 +123,18 @@ def first_difference(old: Any, new: Any, path: str = "") -> str | None:
 @contextlib.contextmanager
 def lock(run: Path) -> Iterator[None]:
     """Locks a run against a second process, and signs it. The system releases the lock however this process ends.
-    Raises BadInput if the run is locked."""
+    Without locks, as on some file systems that many machines share, a note says so. Raises BadInput if the run is
+    locked."""
     with open(run / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"{run}: another process is working on this run; wait for it or stop it") from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            alone = "this file system has no locks, so see to it that no other process works on this run"
+            console.print(f"note: {run}: {alone}", markup=False, soft_wrap=True)
         sign(run)
         yield
 

@@ -2,10 +2,13 @@
 alone. A full disk ends in one sentence.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +18,9 @@ from worlds import World, files
 
 from liger_convert.cli import main
 from liger_convert.io.files import atomic_dir, disk_errors, scratch_folder, temporary_folder
+from liger_convert.pipeline import manifest
 from liger_convert.utils import interrupts
-from liger_convert.utils.errors import LinearizeError
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 HOLD = """
 import sys, time
@@ -140,3 +144,52 @@ def test_a_full_disk_ends_in_one_sentence_and_leaves_nothing(world, words, monke
     assert complaint.startswith(f"error: {world.folder}")
     assert complaint.endswith("the disk is full; free some space and start again")
     assert files(world.folder) == before
+
+
+# --- file systems that many machines share
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK])
+def test_a_file_system_without_locks_can_hold_a_run(code: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with atomic_dir(tmp_path / "out") as partial:
+        (partial / "weights").write_text("x")
+    with manifest.lock(tmp_path / "out"):
+        assert (tmp_path / "out/weights").exists()
+    assert "this file system has no locks" in capsys.readouterr().err
+
+
+def test_a_locked_run_is_still_refused(tmp_path: Path) -> None:
+    with manifest.lock(tmp_path), pytest.raises(BadInput, match="another process is working"), manifest.lock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("folders", [True, False])
+def test_folders_need_not_be_flushed_but_files_must(folders: bool, tmp_path: Path, monkeypatch) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == folders:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    def write() -> None:
+        with atomic_dir(tmp_path / "out") as partial:
+            (partial / "weights").write_text("x")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if folders:
+        write()
+    else:
+        with pytest.raises(OSError, match="Invalid argument"):
+            write()
+    assert (tmp_path / "out/weights").exists() == folders
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
+def test_a_damaged_disk_ends_in_a_sentence(code: int, tmp_path: Path) -> None:
+    with pytest.raises(LinearizeError, match=f"cannot be written: .*{os.strerror(code)}"), disk_errors(tmp_path):
+        raise OSError(code, os.strerror(code))
