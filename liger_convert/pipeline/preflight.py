@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.filesize import decimal
 from transformers import GenerationConfig
@@ -44,6 +45,7 @@ OFTEN = 4  # times that a text may be read: so far it is nearly as good as new t
 REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
 UNKNOWN = 0.05  # fraction of the tokens that the tokenizer cannot read
 FEW = 0.01  # fraction of the tokens that have context beyond the window
+SILENT = 0.75  # fraction of the rows that hold no response
 SPARSE = 6  # with fewer than one softmax layer in so many, only `copy` has chosen those of recall (eval/LOG.md)
 TOKENS = 2  # how many the rehearsal generates
 
@@ -152,6 +154,13 @@ def check_documents(
                 said = f"{name} has {tokens:,} tokens, so the stage reads it {times:,.1f} times"
                 instead = "a smaller fraction" if len(sources) > 1 else "the stage fewer tokens"
                 warnings.append(f"stages[{i}].{stage.where(name)}: {said}; give it more text or {instead}")
+        if stage.responses_only:
+            warnings += [
+                f"stages[{i}].{stage.where(name)}: {share:.0%} of the rows of {stage.seq_len:,} tokens of {name} hold "
+                "no response, and nothing is learned from them; give longer rows or chats with shorter questions"
+                for name in stage.sources
+                if (share := _without_response(documents(name).train, stage.seq_len)) > SILENT
+            ]
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
         cut = {name: [min(size, stage.seq_len) for size in sizes] for name, (sizes, _) in sources.items()}
@@ -165,6 +174,13 @@ def check_documents(
             told = f"only {beyond:.2%} of the tokens of {names} have any context beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these only, so give longer documents")
     return warnings
+
+
+def _without_response(documents: Sequence[Document], seq_len: int) -> float:
+    """The fraction of rows without a token that counts in a loss on responses, were the documents cut one after the
+    other."""
+    loss_N = np.concatenate([document.loss for document in documents])
+    return 1 - float(np.logical_or.reduceat(loss_N, np.arange(0, len(loss_N), seq_len)).mean())
 
 
 def _check_measured(recipe: Recipe, suite: Suite, documents: Callable[[str], Documents]) -> list[str]:

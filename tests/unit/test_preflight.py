@@ -237,6 +237,21 @@ def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
     assert warning.endswith("data.text: 2 of 32 rows have no text")
 
 
+def test_rows_without_any_response_are_told(home: Path, capsys: Any) -> None:
+    """Their loss is 0, which looks as if all were learned."""
+    chat = "data.chat={source: file, path: chat.jsonl, format: messages}"
+    stage = "stages=[{kind: finetune, data: chat, tokens: 640, seq_len: 20, learning_rates: {mixer: 1e-3}}]"
+    for asked, silent in ((180, True), (8, False)):
+        turns = [{"role": "user", "content": "q" * asked}, {"role": "assistant", "content": "a"}]
+        lines(home / "chat.jsonl", [{"messages": turns}] * 30)
+        found = [said for said in warned(words(chat, stage), capsys) if "hold no response" in said]
+        assert len(found) == silent
+        shutil.rmtree("out")
+        if silent:  # a chat of some 210 tokens has its response in one of ten rows, or in two
+            share = int(found[0].partition("stages[0].data: ")[2].partition("%")[0])
+            assert 80 <= share <= 91
+
+
 def test_weights_of_rows_are_told_to_be_without_effect(home: Path, capsys: Any) -> None:
     rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
     lines(home / "text.jsonl", [rows[0] | {"weight": 0}, *(row | {"weight": 1} for row in rows[1:])])
