@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from liger_convert.cli.commands import (
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.sources import FileSource, PydocSource, meet
 from liger_convert.data.documents import Document, load_source
+from liger_convert.data.row_files import is_data_file
 from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.eval.narrow import context_of, cut_prompts, narrow
 from liger_convert.eval.quantization_loss import quantization_loss, windows_of_text
 from liger_convert.io import checkpoint
+from liger_convert.io.checksums import files_in
 from liger_convert.io.files import refuse_existing
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder
@@ -35,6 +37,7 @@ from liger_convert.pipeline.export import export_model
 from liger_convert.pipeline.manifest import FILE as MANIFEST
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.preflight import check_tasks
+from liger_convert.pipeline.recorded_inputs import sha256_input
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import part_of, show_progress
@@ -231,9 +234,11 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
 
 
 def _trained_on(model: str | Path, inputs: EvalInputs) -> list[str]:
-    """A note for each text that is measured and that the run around `model` trained on."""
+    """A note for each text that is measured and that the run around `model` trained on, also from a file that is moved
+    or copied since."""
+    manifest = Manifest.read(Path(model).parent)
     try:
-        recipe = Recipe.model_validate(Manifest.read(Path(model).parent).recipe.get("resolved"))
+        recipe = Recipe.model_validate(manifest.recipe.get("resolved"))
     except ValidationError:  # an older version gave its fields other names
         return []
     measured: dict[str, FileSource | PydocSource] = {}
@@ -250,8 +255,16 @@ def _trained_on(model: str | Path, inputs: EvalInputs) -> list[str]:
         "give other text"
         for option, source in measured.items()
         for name, trained in recipe.trained_on.items()
-        if not trained.spares(source)
+        if not trained.spares(source) or _shares_a_file(manifest.inputs, name, source)
     ]
+
+
+def _shares_a_file(inputs: Mapping[str, str], name: str, measured: FileSource | PydocSource) -> bool:
+    """Whether a file of `measured` was one of those of the source `name` that a run trained on. inputs: of its
+    manifest."""
+    known = {sha256 for file, sha256 in inputs.items() if file.startswith(f"data.{name}.path/")}
+    found = files_in(Path(measured.path)) if isinstance(measured, FileSource) and known else []
+    return any(is_data_file(file) and sha256_input(file) in known for file in found)
 
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:

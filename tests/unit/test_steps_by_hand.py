@@ -20,8 +20,9 @@ from liger_convert.config.recipe import load
 from liger_convert.config.sources import PydocSource
 from liger_convert.data.documents import load_source
 from liger_convert.io.checkpoint import load_tokenizer
+from liger_convert.io.checksums import sha256_file
 from liger_convert.model.loading import load_linearized
-from liger_convert.pipeline.manifest import Manifest
+from liger_convert.pipeline.manifest import Manifest, input_files
 
 ALIGN: dict[str, Any] = {"kind": "align", "learning_rates": {"mixer": 1e-3}}
 TEXT = ["--base", "base", "--text", "text.jsonl", "--tokens", "256", "--seq-len", "64"]
@@ -215,11 +216,13 @@ def test_text_that_the_run_of_a_model_trained_on_is_told(home: Path) -> None:
     (home / "unseen.jsonl").write_text((home / "text.jsonl").read_text())
     recipe = yaml.safe_load((home / "recipe.yaml").read_text())
 
-    def told(data: dict[str, Any], stage: str, text: str = "pydoc") -> list[str]:
+    def told(data: dict[str, Any], stage: str, text: str = "pydoc", inputs: dict[str, Path] | None = None) -> list[str]:
         (home / "trained.yaml").write_text(
             yaml.safe_dump(recipe | {"data": data, "stages": [STAGE | ALIGN | {"data": stage}]})
         )
-        Manifest.new(load(home / "trained.yaml"), "", [], {}).write(home / "trained")
+        manifest = Manifest.new(load(home / "trained.yaml"), "", [], {})
+        manifest.inputs = {name: sha256_file(file) for name, file in input_files(inputs or {}).items()}
+        manifest.write(home / "trained")
         notes = measuring._cautions(model, model, measuring.EvalInputs("both.yaml", text=text))
         return [note.partition(":")[0] for note in notes if "the run of the model trained on this text" in note]
 
@@ -234,6 +237,20 @@ def test_text_that_the_run_of_a_model_trained_on_is_told(home: Path) -> None:
     assert told({"docs": docs, "text": text}, "text", "unseen.jsonl") == [], "no stage reads it"
     written = {"source": "teacher", "tokens": 512, "document_tokens": 64, "prompts": "text", "prompt_tokens": 8}
     assert told({"text": text, "own": written}, "own", "text.jsonl") == ["--text text.jsonl"]
+
+    # copies, whose paths say nothing
+    read = {"data.text.path": home / "text.jsonl", "data.docs.path": home / "suite.yaml"}
+    (home / "copies/deep").mkdir(parents=True)
+    shutil.copy(home / "text.jsonl", home / "copies/deep/part.jsonl")
+    (home / "copies/other.jsonl").write_text('{"text": "all new"}\n')
+    for place in ("unseen.jsonl", "copies", "copies/deep/part.jsonl"):
+        assert told({"text": text}, "text", place, read) == [f"--text {place}"]
+    assert told({"text": text}, "text", "copies/other.jsonl", read) == []
+    assert told({"docs": docs | {"held_out": 0.1}, "text": text}, "docs", "unseen.jsonl", read) == [
+        "--other-text pydoc"
+    ], "no stage reads it"
+    given = {"data.text.validation": home / "text.jsonl"}
+    assert told({"text": text | {"validation": "held.jsonl"}}, "text", "unseen.jsonl", given) == [], "it is held out"
 
 
 def merge_said(capsys: pytest.CaptureFixture[str], out: str, *words: str) -> str:
