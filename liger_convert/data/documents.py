@@ -298,6 +298,8 @@ def _format_hint(value: dict[str, Any], name: str) -> str:
 
 
 def _alpaca(row: DataRow, *, headed: bool) -> list[dict[str, str]]:
+    if row.value.get("history"):
+        raise BadInput(f"{row.where}: has turns in the field 'history', which is not read; give all turns as messages")
     instruction, context = _field(row, "instruction"), _field(row, "input", default="")
     if context:
         instruction += ("\n\n### Input:\n" if headed else "\n\n") + context
@@ -312,6 +314,8 @@ def _messages(row: DataRow, field: str | None) -> list[dict[str, str]]:
     messages. Empty if it contains no question with a response. Raises BadInput for anything else.
     """
     if field is None and not any(column in row.value for column in CHATS) and row.value.keys() >= PAIR:
+        if row.value.get("label") is False:  # in TRL's format of preferences, a completion that is to be avoided
+            return []
         name = "prompt, completion"
         asked, answered = (
             [{"role": role, "content": part}] if isinstance(part := row.value[column], str) else part

@@ -125,6 +125,22 @@ def test_a_chat_of_which_no_response_counts_is_left_out_and_counted(tmp_path: Pa
         load_source(FileSource(path=str(tmp_path / "a.jsonl"), format="messages"), tiny_tokenizer())
 
 
+def test_a_completion_that_is_labelled_as_bad_is_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "Who?", "completion": said, "label": good} for said, good in (("I.", True), ("You.", False))]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"messages": WHO, "label": False}])
+    )
+    found = load_source(FileSource(path=str(tmp_path / "a.jsonl"), format="messages"), tiny_tokenizer())
+    assert ([learned(document) for document in found.train], found.skipped) == (["I.</s>"] * 2, 1)
+
+
+def test_turns_before_a_question_of_alpaca_are_refused(tmp_path: Path) -> None:
+    row = {"instruction": "Why?", "output": "So.", "history": []}
+    assert read(tmp_path / "a.jsonl", row, format="alpaca").train
+    with pytest.raises(BadInput, match="line 1: has turns in the field 'history', which is not read"):
+        read(tmp_path / "a.jsonl", row | {"history": [["Who?", "I."]]}, format="alpaca")
+
+
 @pytest.mark.parametrize(("weight", "rows"), [(0, 1), (0.5, 1), ("0", 1), (1, 0), (1.0, 0), (None, 0)])
 def test_rows_with_a_weight_of_their_own_are_counted(weight: Any, rows: int, tmp_path: Path) -> None:
     for name, row in {"text": {"text": "So."}, "messages": {"messages": WHO}}.items():
