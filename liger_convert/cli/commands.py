@@ -37,6 +37,7 @@ from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.gla import GLA
 from liger_convert.mixers.trained import caution
 from liger_convert.model import linear_layers
+from liger_convert.model.bases import context_length
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
 from liger_convert.model.quantization import refuse_quantized
@@ -315,10 +316,16 @@ def text_source(text: str, option: str = "--text") -> FileSource | PydocSource:
 
 
 def generate_text(model: str, prompt: str, write: Callable[[str], object], device: str, **options: Any) -> None:
-    """Streams what `model` answers to `prompt` into `write`; see `generation.generate` for options. Raises BadInput."""
+    """Streams what `model` answers to `prompt` into `write`; see `generation.generate` for options. A note says where
+    the prompt is longer than the base's context. Raises BadInput."""
     where = pick_device(device)
     with local_model(model) as folder:
         tokenizer = checkpoint.load_tokenizer(folder)
+        size = len(generation.encode(tokenizer, prompt, options.get("chat", True)))
+        context = context_length(checkpoint.load_config(folder))
+        if context is not None and size > context:
+            told = f"the prompt has {size:,} tokens, more than the {context:,} that the base supports"
+            console.print(f"note: {told}; what follows may make little sense", markup=False, soft_wrap=True)
         generation.generate(generation.load_model(folder, where), tokenizer, prompt, write=write, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from tiny import closing_tokenizer, save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
 
+from liger_convert.cli import main
 from liger_convert.eval.generation import continuations, generate, load_model
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
@@ -122,3 +124,13 @@ def test_logits_that_are_no_numbers_end_in_a_sentence(folder: Path, temperature:
 def test_an_empty_prompt_is_bad_input(model: Any) -> None:
     with pytest.raises(BadInput, match="the prompt is empty"):
         generate(model, tiny_tokenizer(), " \n")
+
+
+def test_a_prompt_beyond_the_context_of_the_base_is_told(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    model = shutil.copytree(folder, tmp_path / "model", dirs_exist_ok=True)
+    tiny_tokenizer().save_pretrained(model)
+    for size, told in ((256, False), (257, True)):  # the context of the tiny models is 256
+        words = ["generate", str(model), "--raw", "--prompt", "a" * size, "--max-new-tokens", "1", "--device", "cpu"]
+        capsys.readouterr()
+        assert main.main(words) == 0
+        assert ("note: the prompt has 257 tokens, more than the 256 that" in capsys.readouterr().err) == told
