@@ -27,7 +27,7 @@ CPU_SECONDS = 2  # a template takes milliseconds; CPU time, so that a busy machi
 WALL_SECONDS = 20  # for a child that deadlocks, as a fork of a process with threads may; not the template's fault
 MEMORY_BYTES = 512 << 20  # on top of what the process already uses
 NO_MEMORY = 3  # the child's exit code
-# What a template is told of the time where a text may not depend on it. Llama 3's templates, which name the day in
+# What a template is told of the time where a text may not depend on it. Llama 3.2's templates, which name the day in
 # every chat, say this one where they have no clock.
 FIXED_DAY = datetime(2024, 7, 26)
 # Says FIXED_DAY in the place of transformers' function of this name. A template that begins with it is one line longer.

@@ -63,7 +63,7 @@ def test_a_txt_with_the_line_ends_of_windows_is_read_as_any_other(tmp_path: Path
 
 
 def test_chats_do_not_depend_on_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama 3's templates name the day in every chat: on another one, a resumed run would hold out other chats, and
+    """Llama 3.2's templates name the day in every chat: on another one, a resumed run would hold out other chats, and
     measure on what it has trained on."""
     tokenizer, path = tiny_tokenizer(), tmp_path / "a.jsonl"
     tokenizer.chat_template = "\n  {% set day = strftime_now('%d %b %Y') %}\n{{ day }}" + CHAT_TEMPLATE
