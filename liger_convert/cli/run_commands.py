@@ -47,7 +47,7 @@ def run(
     loaded = parse(text, set_, where=str(recipe))  # reports a mistake in the recipe before torch is imported
     folder = out or Path("runs", loaded.name)
     if processes.check_launch(gpus):
-        from liger_convert.utils.launch import launch
+        from liger_convert.utils.torchrun import launch
 
         launch(gpus or 1, context.obj, f"the same command with --resume continues {folder}")
         return

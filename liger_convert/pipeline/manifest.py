@@ -141,10 +141,10 @@ def lock(run: Path) -> Iterator[None]:
 
 def sign(run: Path) -> None:
     """Records in the folder of a run that this launch works on it."""
-    (run / LOCK).write_text(processes.launch(), encoding="utf-8")
+    (run / LOCK).write_text(processes.launch_name(), encoding="utf-8")
 
 
 def is_own(run: Path) -> bool:
     """Whether the processes of this launch have begun the run, before they were started anew."""
-    name = processes.launch()
+    name = processes.launch_name()
     return bool(name) and (run / LOCK).exists() and (run / LOCK).read_text(encoding="utf-8") == name

@@ -64,9 +64,9 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0")) if count() > 1 else 0
 
 
-def launch() -> str:
-    """What names the launch that this process belongs to, the same after torchrun has started it anew. Empty if the
-    launcher starts nothing anew."""
+def launch_name() -> str:
+    """The name of the launch that this process belongs to, the same after torchrun has restarted it. Empty if the
+    launcher restarts nothing."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     # torchrun's default, which is that of every launch; its own process is not
     return f"{name} {os.getppid()}" if name == "none" else name

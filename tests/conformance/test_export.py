@@ -213,7 +213,7 @@ def test_shipped_code_imports_only_itself_torch_and_transformers() -> None:
         (
             {"main": {"type": "mom", "combine": "learned", "inner": {"type": "gated-deltanet"}}},
             ["main", "softmax", "main"],
-            {"routed_mom", "routed_rows", "delta_gated_deltanet", "delta_base", "gates"},
+            {"routed_mom", "routed_memory_rows", "delta_gated_deltanet", "delta_base", "gates"},
             6,
         ),
         (

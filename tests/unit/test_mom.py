@@ -19,8 +19,8 @@ from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
 from liger_convert.mixers.base import QKV, HeadDims
 from liger_convert.mixers.linear.gla import GLA
 from liger_convert.mixers.routed import mom as mom_module
+from liger_convert.mixers.routed.memory_rows import MemoryRows, make_rows
 from liger_convert.mixers.routed.mom import MoM
-from liger_convert.mixers.routed.rows import Rows, make_rows
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.model.loading import linearize_base
 from liger_convert.model.sequence import SequenceMetadata
@@ -208,7 +208,7 @@ def test_wrong_rows_are_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
         over_all_tokens(patch)
         expected = results(patch, spec, "packed")
 
-    def wrong(*given: Any) -> Rows:
+    def wrong(*given: Any) -> MemoryRows:
         rows = make_rows(*given)
         if kind == "forgotten documents":
             return rows._replace(segment_ids_BL=None)

@@ -37,7 +37,7 @@ from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
-from liger_convert.mixers.routed.rows import Rows, make_joined_row, make_rows
+from liger_convert.mixers.routed.memory_rows import MemoryRows, make_joined_row, make_rows
 from liger_convert.mixers.spec import ReadSpec, ShortConvSpec
 from liger_convert.utils.errors import BadInput
 
@@ -219,7 +219,7 @@ class MoM(Mixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
         keeps_states: bool,
-    ) -> Rows | None:
+    ) -> MemoryRows | None:
         """The rows that the memories run over; None if each runs over all tokens."""
         of_router = writes_BTGN[:, :, : self.routers], reads_BTGN[:, :, : self.routers]
         if may_read_values(writes_BTGN):

@@ -15,7 +15,7 @@ from liger_convert.utils.errors import LinearizeError
 from liger_convert.utils.processes import LAUNCHED, Ended
 
 
-class Stopped(LinearizeError):
+class EndedBySignal(LinearizeError):
     """A signal ended the processes. number: of the signal."""
 
     def __init__(self, sentence: str, number: int):
@@ -27,7 +27,7 @@ def launch(processes: int, words: Sequence[str], resumed: str) -> None:
     """Runs `linearize` with the arguments `words` in `processes` processes, and returns when all have succeeded.
 
     resumed: how to resume after a signal, for the error message. Raises Ended if a process failed and has printed why,
-    and Stopped if a signal ended one or all.
+    and EndedBySignal if a signal ended one or all.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,7 +52,7 @@ def launch(processes: int, words: Sequence[str], resumed: str) -> None:
     try:
         elastic_launch(config, sys.executable)("-P", "-m", "liger_convert.cli", *words)
     except SignalException as error:
-        raise Stopped(f"interrupted; {resumed}", error.sigval) from None
+        raise EndedBySignal(f"interrupted; {resumed}", error.sigval) from None
     except ChildFailedError as error:
         raise _told(error.failures, resumed) from None
     finally:
@@ -67,9 +67,11 @@ def _told(failures: dict[int, Any], resumed: str) -> LinearizeError:
         rank, number = min(killed.items())
         what = f"process {rank} of this run was killed by {signal.Signals(number).name}"
         hint = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
-        return Stopped(f"{what}{hint}; {resumed}", number)
+        return EndedBySignal(f"{what}{hint}; {resumed}", number)
     rank, first = min(failures.items(), key=lambda failed: failed[1].timestamp)
     if first.exitcode > 128:
         number = first.exitcode - 128
-        return Stopped(f"process {rank} of this run was stopped by {signal.Signals(number).name}; {resumed}", number)
+        return EndedBySignal(
+            f"process {rank} of this run was stopped by {signal.Signals(number).name}; {resumed}", number
+        )
     return Ended(first.exitcode)

@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_convert.mixers.base import QKV, MemoryOutput
 
 
-class Rows(NamedTuple):
+class MemoryRows(NamedTuple):
     """The rows of all memories, concatenated.
 
     lengths: of each memory's row. token_BLG: the token in each slot, arbitrary in an empty one. written_BLG: whether it
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
         return x_BLX.split(self.lengths, 1) if x_BLX.shape[1] else [x_BLX] * len(self.lengths)
 
 
-def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | None) -> Rows:
+def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | None) -> MemoryRows:
     """Rows of the tokens that are true in `writes_BTGN` or `reads_BTGN`, in order.
 
     Their lengths are read from the device. `segment_ids_BT` number the documents from 0; None if each row is one.
@@ -105,10 +105,10 @@ def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | 
         slots = torch.arange(L, device=device).expand(B, L).split(lengths, 1)
         found = [torch.searchsorted(end.contiguous(), x.contiguous(), right=True) for end, x in zip(ends, slots)]
         segment_ids_BL = torch.cat(found, 1)
-    return Rows(lengths, token_BLG, written_BLG & (owner_BLG >= 0), segment_ids_BL, slot_BTGN)
+    return MemoryRows(lengths, token_BLG, written_BLG & (owner_BLG >= 0), segment_ids_BL, slot_BTGN)
 
 
-def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Tensor | None, most: int) -> Rows:
+def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Tensor | None, most: int) -> MemoryRows:
     """One row for all memories, each a segment of its own, if all heads share one choice.
 
     A token belongs to at most `most` memories, so the length T * most is enough, and no value is read from the device.
@@ -126,7 +126,7 @@ def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Ten
         segment_ids_BL = segment_ids_BL * T + segment_ids_BT.gather(1, token_BL)
     written_BL1 = (filled_BL & writes_BX.gather(1, owner_BL))[..., None]
     slot_BT1N = slot_BX.unflatten(1, (N, T)).transpose(1, 2)[:, :, None]
-    return Rows([L], token_BL[..., None], written_BL1, segment_ids_BL, slot_BT1N)
+    return MemoryRows([L], token_BL[..., None], written_BL1, segment_ids_BL, slot_BT1N)
 
 
 def take(x_BTNX: Tensor, index_BLG: Tensor, left_out_BLG: Tensor | None = None) -> Tensor:
