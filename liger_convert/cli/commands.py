@@ -38,7 +38,7 @@ from liger_convert.mixers.linear.gla import GLA
 from liger_convert.mixers.trained import caution
 from liger_convert.model import linear_layers
 from liger_convert.model.bases import context_length
-from liger_convert.model.families import PREFIX
+from liger_convert.model.families import base_model_type, is_linearized
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
 from liger_convert.model.quantization import refuse_quantized
 from liger_convert.pipeline import single_steps
@@ -68,13 +68,13 @@ def local_model(source: str, **options: Any) -> Iterator[Path]:
         yield checkpoint.resolve_base(source, work, **options)
 
 
-def is_linearized(folder: Path, trust_remote_code: bool = False) -> bool:
-    return checkpoint.load_config(folder, trust_remote_code).model_type.startswith(PREFIX)
+def is_linearized_folder(folder: Path, trust_remote_code: bool = False) -> bool:
+    return is_linearized(checkpoint.load_config(folder, trust_remote_code))
 
 
 def require_linearized(folder: Path) -> None:
     """Raises BadInput unless `folder` holds a linearized model."""
-    if not is_linearized(folder):
+    if not is_linearized_folder(folder):
         raise BadInput(f"{folder}: is not a linearized model; `linearize convert` makes one from it")
 
 
@@ -198,7 +198,7 @@ def _measuring(layers: Any) -> str | None:
 def require_base(base: str, folder: Path, model: Path) -> None:
     """Raises BadInput unless `base`, in `folder`, is of the family and the sizes of the linearized model `model`."""
     found, made = checkpoint.load_config(folder), checkpoint.load_config(model)
-    wanted = {"model_type": made.model_type.removeprefix(PREFIX)} | {name: getattr(made, name, None) for name in SIZES}
+    wanted = {"model_type": base_model_type(made)} | {name: getattr(made, name, None) for name in SIZES}
     for name, value in wanted.items():
         if (has := getattr(found, name, None)) != value:
             raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")

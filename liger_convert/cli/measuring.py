@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from liger_convert.cli.commands import (
     PYDOC,
-    is_linearized,
+    is_linearized_folder,
     local_model,
     require_base,
     require_linearized,
@@ -29,7 +29,7 @@ from liger_convert.eval.quantization_loss import quantization_loss, windows_of_t
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import files_in
 from liger_convert.io.files import refuse_existing
-from liger_convert.model.families import PREFIX
+from liger_convert.model.families import is_linearized
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import check_quantizable
 from liger_convert.model.rotary import length_limit
@@ -133,7 +133,7 @@ def evaluate_models(
         if suite.agreement is not None and baseline is not None:
             _require_same_vocabulary(baseline, tokenizers[baseline], tokenizers[model])
         for source, folder in folders.items():
-            own = "linearized" if is_linearized(folder, trust_remote_code) else "model"
+            own = "linearized" if is_linearized_folder(folder, trust_remote_code) else "model"
             name = "base" if source == baseline else own
             tokenizer = tokenizers[source]
             options: dict[str, Any] = {"batch_size": inputs.batch_size, "precision": inputs.precision}
@@ -218,7 +218,7 @@ def _cautions(model: str | Path, folder: Path, inputs: EvalInputs, trust_remote_
     depends on the rows that it shares a batch with."""
     notes, config = [], checkpoint.load_config(folder, trust_remote_code)
     has_run = (Path(model).parent / MANIFEST).exists()
-    linearized = config.model_type.startswith(PREFIX)
+    linearized = is_linearized(config)
     if linearized and has_run:
         notes += _trained_on(model, inputs)
     if inputs.text == PYDOC and inputs.needs_held_out and linearized and not has_run:

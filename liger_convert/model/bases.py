@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from liger_convert.io.config_sizes import ROTARY_LISTS, check_rotary
-from liger_convert.model.families import PREFIX, family_of, head_dim
+from liger_convert.model.families import family_of, head_dim, is_linearized
 from liger_convert.utils.errors import BadInput, first_line
 
 SLIDING = "sliding_attention"
@@ -19,7 +19,7 @@ SLIDING = "sliding_attention"
 
 def check_base(config: Any) -> None:
     """Raises BadInput unless `config` is an unquantized, causal base of a supported family."""
-    if config.model_type.startswith(PREFIX):
+    if is_linearized(config):
         raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
     family_of(config)
     if getattr(config, "use_bidirectional_attention", None):

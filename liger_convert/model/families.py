@@ -91,7 +91,17 @@ FAMILIES = {
     )
 }
 
-PREFIX = "linearized_"
+PREFIX = "linearized_"  # of the model_type of a linearized model; the rest is that of its base
+
+
+def is_linearized(config: Any) -> bool:
+    """Whether a Hugging Face config is that of a linearized model."""
+    return config.model_type.startswith(PREFIX)
+
+
+def base_model_type(config: Any) -> str:
+    """The model_type of the base that a linearized model was made from; of any other config, its own."""
+    return config.model_type.removeprefix(PREFIX)
 
 
 def family_of(config: Any) -> Family:

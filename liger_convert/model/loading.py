@@ -28,7 +28,7 @@ from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, INDEX, WEIGHTS, 
 from liger_convert.io.files import read_json
 from liger_convert.model import linearized_classes, linearized_config, new_state
 from liger_convert.model.bases import attention_option, check_settings, meta_model
-from liger_convert.model.families import FAMILIES, PREFIX, family_of
+from liger_convert.model.families import FAMILIES, base_model_type, family_of, is_linearized
 from liger_convert.model.quantization import (
     SCALE,
     SCHEMES,
@@ -213,7 +213,7 @@ def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bo
     """The folder's checkpoint and config, after checking that they match as far as the headers show."""
     folder = Path(folder)
     config = load_config(folder, trust_remote_code)
-    if linearized and not config.model_type.startswith(PREFIX):
+    if linearized and not is_linearized(config):
         raise BadInput(
             f"{folder}: is a {config.model_type} base, not a linearized model; `linearize convert` makes one from it"
         )
@@ -232,8 +232,8 @@ def _is_known(config: Any) -> bool:
     True for supported families without remote code that are either not quantized, or quantized by this package.
     """
     foreign = type(config).__module__.partition(".")[0] == "transformers_modules"
-    ours = config.model_type.startswith(PREFIX) and scheme_of(config) is not None
-    return config.model_type.removeprefix(PREFIX) in FAMILIES and not foreign and (ours or not is_quantized(config))
+    ours = is_linearized(config) and scheme_of(config) is not None
+    return base_model_type(config) in FAMILIES and not foreign and (ours or not is_quantized(config))
 
 
 def _load(

@@ -16,7 +16,7 @@ from liger_convert.io.checksums import write_sums
 from liger_convert.io.files import atomic_dir
 from liger_convert.model import HEAD_CLASSES, linearized_classes
 from liger_convert.model.bases import meta_model
-from liger_convert.model.families import PREFIX
+from liger_convert.model.families import base_model_type, is_linearized
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import (
     check_quantizable,
@@ -62,7 +62,7 @@ def export_model(
     """
     model_dir = Path(model_dir)
     config = load_config(model_dir)
-    if not config.model_type.startswith(PREFIX):
+    if not is_linearized(config):
         raise BadInput(
             f"{model_dir}: is not a linearized model but a {config.model_type}; "
             "export takes what `linearize convert`, `calibrate` or `merge` made"
@@ -73,7 +73,7 @@ def export_model(
     checkpoint = check_folder(model_dir)
     weights = [] if quantize is None else linear_weights(meta_model(config))
     code = code_files(used_mixers(config.linearization))
-    model_type = config.model_type.removeprefix(PREFIX)
+    model_type = base_model_type(config)
     classes = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), linearized_classes(model_type)))
     hub_base = base if base is not None and locate_base(base) is None else None
     if base is not None and base_dir is None:

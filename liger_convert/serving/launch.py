@@ -18,7 +18,7 @@ from liger_convert.config.names import SOFTMAX
 from liger_convert.io.checkpoint import load_config
 from liger_convert.model.attention import head_dims
 from liger_convert.model.bases import context_length
-from liger_convert.model.families import PREFIX
+from liger_convert.model.families import is_linearized
 from liger_convert.serving.settings import layouts, page_words, why_not_captured
 from liger_convert.utils.errors import BadInput
 
@@ -73,7 +73,7 @@ def request_memory(config: Any, dtype: torch.dtype) -> RequestMemory:
 def open_export(export: Path) -> Any:
     """The config of a linearized model's folder. Raises BadInput for any other folder."""
     config = load_config(export)
-    if not config.model_type.startswith(PREFIX):
+    if not is_linearized(config):
         raise BadInput(f"{export}: is a {config.model_type} model, which vLLM serves by itself: vllm serve {export}")
     return config
 

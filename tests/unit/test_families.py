@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import check_base
-from liger_convert.model.families import FAMILIES, Family
+from liger_convert.model.families import FAMILIES, Family, base_model_type, is_linearized
 from liger_convert.model.loading import linearize_base, load_pretrained
 from liger_convert.pipeline import preflight
 from liger_convert.training.sharding import without_weights
@@ -158,3 +158,10 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
     assert model.config.linearization["layers"] == ["main", "softmax"]
     assert model.num_parameters() < 100_000
     assert model.generate(max_new_tokens=2, do_sample=False, pad_token_id=0).shape[1] == 3
+
+
+def test_a_linearized_config_is_told_from_that_of_its_base(family: Family) -> None:
+    base = tiny_config(family.model_type)
+    linearized = linearized_config(base, {"layers": []})
+    assert (is_linearized(base), is_linearized(linearized)) == (False, True)
+    assert base_model_type(base) == base_model_type(linearized) == family.model_type
