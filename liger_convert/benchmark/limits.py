@@ -14,24 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from liger_convert.utils.data_sheets import GPU_SPEEDS
+
 COPIED = 1 << 28  # bytes: more than a chip's caches hold
 SIDE, GPU_SIDE = 1024, 8192  # of the matrices that are multiplied on a CPU, and on a GPU
 REPEATS = 5  # of which the fastest counts
-
-# GB/s, and TFLOPS of dense bf16 and fp16 products with fp32 accumulation, by torch's name for the GPU. From NVIDIA's
-# data sheets (A100 40GB and 80GB, L40S, H100, H200; figures with sparsity are halved), the Ada white paper (RTX 4090)
-# and the page of HGX B200 (an eighth of its figures). Other variants of these chips have other figures.
-KNOWN = {
-    "NVIDIA A100-SXM4-40GB": (1555, 312),
-    "NVIDIA A100-SXM4-80GB": (2039, 312),
-    "NVIDIA A100-PCIE-40GB": (1555, 312),
-    "NVIDIA A100 80GB PCIe": (1935, 312),
-    "NVIDIA L40S": (864, 362),
-    "NVIDIA GeForce RTX 4090": (1008, 165),
-    "NVIDIA H100 80GB HBM3": (3350, 989),
-    "NVIDIA H200": (4800, 989),
-    "NVIDIA B200": (8000, 2250),
-}
 
 
 class Limits(NamedTuple):
@@ -53,12 +40,12 @@ class Work(NamedTuple):
 
 
 def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
-    """The figures of the data sheet if KNOWN has the device (and `dtype` is 16-bit, for the peak). Otherwise measured,
-    with a copy, which counts as a read and a write, and with a matrix product in `dtype`."""
+    """The figures of the data sheet if GPU_SPEEDS has the device (and, for the peak, if `dtype` is 16-bit). Otherwise
+    measured: with a copy, which counts as a read and a write, and with a matrix product in `dtype`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known, narrow = KNOWN.get(name), dtype in (torch.bfloat16, torch.float16)
-    bandwidth = 1e9 * known[0] if known else _copied(device)
-    peak = 1e12 * known[1] if known and narrow else _multiplied(device, dtype)
+    known, narrow = GPU_SPEEDS.get(name), dtype in (torch.bfloat16, torch.float16)
+    bandwidth = known.bandwidth if known else _copied(device)
+    peak = known.peak if known and narrow else _multiplied(device, dtype)
     by = "data sheet" if known else "a copy in this run"
     return Limits(bandwidth, peak, by, by if known and narrow else "a matrix product in this run")
 

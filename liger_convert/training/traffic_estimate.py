@@ -27,11 +27,11 @@ from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import MIXER_MODULE, head_dims, linear_layers, parameter_group
 from liger_convert.model.families import own_windows
 from liger_convert.training.batch_split import divides, sharing_groups, split_batch
+from liger_convert.utils.data_sheets import GPU_SPEEDS
 
-# Assumptions of `plan`, bytes or operations a second. The peak is that of dense bf16 products of an H100 or H200, as in
-# benchmark/limits.py. The links are those of each GPU in one direction: NVLink 4, and an InfiniBand adapter of 400
-# Gbit/s for each GPU.
-PEAK = 989e12
+# Assumptions of `plan`, bytes or operations a second. The peak is that of dense bf16 products, the same on an H100. The
+# links are those of each GPU in one direction: NVLink 4, and an InfiniBand adapter of 400 Gbit/s for each GPU.
+PEAK = GPU_SPEEDS["NVIDIA H200"].peak
 LINKS = {"NVLink": 450e9, "InfiniBand": 50e9}
 
 ASSUMED = f"if it computes {PEAK / 1e12:.0f} TFLOP/s and sends " + " or ".join(
@@ -287,9 +287,9 @@ def estimate(
     return Traffic(computed, *sizes, bandwidth=needed, most=most, sharing=sharing * shards, spare=spare)
 
 
-def needed_bandwidth(sent: int, computed: int, peak: float = PEAK) -> float:
-    """The bytes a second over which `sent` bytes take as long as `computed` operations at `peak`."""
-    return sent * peak / computed
+def needed_bandwidth(sent: int, computed: int) -> float:
+    """The bytes a second at which sending `sent` bytes takes as long as `computed` operations at PEAK."""
+    return sent * PEAK / computed
 
 
 def _others(size: int, processes: int) -> int:
