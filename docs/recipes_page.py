@@ -28,7 +28,7 @@ A recipe is a YAML file that says what to convert, how to train it and how to me
 The shipped recipes are in `recipes/`; each begins with the command that runs it. The package has them, too:
 a command takes `recipes/smollm2-135m-quick.yaml` or, in any folder, the name `smollm2-135m-quick`.
 `--set FIELD=VALUE` changes one field from the command line, for example `--set stages[0].tokens=4e6`.
-A field that is unknown, misspelt or out of bounds is refused with a message that names it.
+A field that is unknown, misspelled or out of bounds is refused with a message that names it.
 
 The smallest recipe names a base and a mixer:
 

@@ -86,7 +86,7 @@ class Task:
 def planned(parts: list[str], counts: list[int], limits: dict[str, float]) -> list[Task]:
     """The tasks that measure `parts`, in order, with the GPUs of each.
 
-    First parts run on one GPU, then with each of `counts`, in that order. Each gets the neighbouring GPUs that would be
+    First parts run on one GPU, then with each of `counts`, in that order. Each gets the neighboring GPUs that would be
     free first if all tasks took as long as `limits` allow.
     """
     counted = [(part, n) for n in counts for part in PARTS if part != "equality" or n == counts[0]]

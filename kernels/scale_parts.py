@@ -184,7 +184,7 @@ def equality(worker: Worker) -> None:
         ("a row shared", "distill", Plain, shards),
         ("mistake: the same rows", "distill", SameRows, by_rows),
         ("mistake: the same rows, weights shared", "distill", SameRows, by_rows | {"sharing": "weights"}),
-        ("mistake: no neighbours", "distill", Plain, shards),
+        ("mistake: no neighbors", "distill", Plain, shards),
     ]
     if worker.compiles:
         compiled = {"compiled": True}
@@ -192,7 +192,7 @@ def equality(worker: Worker) -> None:
         cases.insert(6, ("weights shared, compiled", "distill", Plain, by_rows | compiled | {"sharing": "weights"}))
     for name, stage, kind, options in cases:
         case = worker.case(stage, **{"compiled": False} | steps | options)
-        deaf = mock.patch.multiple(Group, **DEAF) if "neighbours" in name else nullcontext()
+        deaf = mock.patch.multiple(Group, **DEAF) if "neighbors" in name else nullcontext()
         with deaf:
             ours = learned(worker, case, kind)
         one = torch.load(kept[stage])

@@ -54,7 +54,7 @@ OTHER_DTYPES = {
 }
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-LICENCES = ("LICENSE*", "LICENCE*", "license*", "COPYING*", "NOTICE*", "USE_POLICY*")
+LICENSES = ("LICENSE*", "LICENCE*", "license*", "COPYING*", "NOTICE*", "USE_POLICY*")
 TEMPLATES = "additional_chat_templates/*.jinja"  # where transformers saves templates with a name
 COMPANIONS = (
     *TOKENIZER,
@@ -65,7 +65,7 @@ COMPANIONS = (
     "chat_template*",
     TEMPLATES,
     "generation_config.json",
-    *LICENCES,
+    *LICENSES,
 )
 # What a forward pass returns is left in some configs by their training. It is no property of the model, and decoding
 # and measuring ask for nothing else than this.
@@ -237,7 +237,7 @@ def _pickled(folder: Path) -> str:
 
 
 def copy_companions(base: Path, out: Path) -> None:
-    """Copies what belongs to a model besides weights and config: tokenizer, chat template, generation, licence.
+    """Copies what belongs to a model besides weights and config: tokenizer, chat template, generation, license.
 
     A link is followed only to a file that belongs to the model: it may point to anything else on the machine, and the
     copy is meant to be published. Raises BadInput for a tokenizer file that is a link to elsewhere; of other files it
@@ -420,7 +420,7 @@ def check_files(folder: Path) -> None:
     for ever), what is larger than any such file or was never fetched, and JSON that is none."""
     for pattern in (*COMPANIONS, "*.json", "*.safetensors"):
         for path in sorted(Path(folder).glob(pattern)):
-            if pattern in LICENCES and path.is_dir():
+            if pattern in LICENSES and path.is_dir():
                 continue  # such as LICENSES/, which is not copied
             found = require_file(path)
             if found.st_size < LFS_BYTES:

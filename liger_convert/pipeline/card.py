@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData, try_to_load_from_cache
 
 from liger_convert import __version__
 from liger_convert.config import yaml_file
-from liger_convert.io.checkpoint import LICENCES
+from liger_convert.io.checkpoint import LICENSES
 from liger_convert.io.files import atomic_write
 from liger_convert.model import linear_layers
 from liger_convert.pipeline.quantization_report import rows
@@ -23,7 +23,7 @@ FRONT_MATTER = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 MOST = 2**20  # characters that are read of a card to find its front matter
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FIGURES = "## What it is worth\n"  # the heading of the same section of report.md
-LICENCE = "## Licence\n"
+LICENSE = "## License\n"
 
 BODY = jinja2.Template(
     """\
@@ -62,9 +62,9 @@ Measured on {{ loss.kl.n }} windows of held-out text, in float32.
 {% endfor %}
 
 {% endif %}
-{{ licence_heading }}
-The weights are derived from those of the base, whose licence applies to them
-{%- if licence %}: {{ licence }}{% endif %}
+{{ license_heading }}
+The weights are derived from those of the base, whose license applies to them
+{%- if license %}: {{ license }}{% endif %}
 {%- if files %} (see {% for file in files %}[{{ file }}]({{ file }}){{ ", " if not loop.last }}{% endfor %}){% endif %}.
 The Python files in this folder are part of liger-convert, under the Apache License 2.0.
 """,
@@ -91,17 +91,17 @@ def write_card(
     id; None if the base is a folder or file. base_dir: the base's folder, whose own card names its license; None if it
     is not available. written: what `export_model` returns. A license that is not known is left out of the front matter.
     """
-    files = sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)})
-    licence = base_licence(base_dir, files)
+    files = sorted({path.name for pattern in LICENSES for path in folder.glob(pattern)})
+    license = base_license(base_dir, files)
     mixers = {mixer for mixer in config.linearization["layers"] if mixer in config.linearization["mixers"]}
     front = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["linear-attention", "liger-convert", *(["compressed-tensors"] if "scheme" in written else [])],
         base_model=hub_base,
-        **licence,
+        **license,
     )
-    said = licence.get("license_name", licence.get("license"))
+    said = license.get("license_name", license.get("license"))
     body = BODY.render(
         title=name.rpartition("/")[2],
         path=json.dumps(load_from),
@@ -110,8 +110,8 @@ def write_card(
         layers=config.num_hidden_layers,
         constant=all(config.linearization["mixers"][mixer]["window"] for mixer in mixers),
         version=__version__,
-        licence_heading=LICENCE,
-        licence=None if said == "other" else ", ".join([said] if isinstance(said, str) else said or []),
+        license_heading=LICENSE,
+        license=None if said == "other" else ", ".join([said] if isinstance(said, str) else said or []),
         files=files,
         **({"figures": rows(written), **written} if "scheme" in written else {"scheme": None}),
     )
@@ -124,17 +124,17 @@ def cached_folder(repo: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def base_licence(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
+def base_license(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
     """`license`, `license_name` and `license_link`, as far as the card in `base_dir` has them.
 
     If the card names no license, or cannot be read, but there is a license file (one of the export's `files`), the
     license is `other` with a link to that file.
     """
     front = {} if base_dir is None else _front_matter(base_dir / CARD)
-    licence = front.get("license")
-    named = isinstance(licence, list) and licence and all(isinstance(one, str) for one in licence)
-    if isinstance(licence, str) or named:
-        found = {"license": licence}
+    license = front.get("license")
+    named = isinstance(license, list) and license and all(isinstance(one, str) for one in license)
+    if isinstance(license, str) or named:
+        found = {"license": license}
         if isinstance(name := front.get("license_name"), str):
             found["license_name"] = name
         link = front.get("license_link")
@@ -154,7 +154,7 @@ def add_figures(folder: Path, report: str) -> None:
         return
     if old := _section(card, FIGURES):
         card = card.replace(old, "")
-    before, heading, after = card.partition(LICENCE)
+    before, heading, after = card.partition(LICENSE)
     atomic_write(folder / CARD, f"{before.rstrip()}\n\n{figures.rstrip()}\n\n{heading}{after}".rstrip() + "\n")
 
 

@@ -17,7 +17,7 @@ from liger_convert.io.gguf_parts import parts_of
 from liger_convert.pipeline.manifest import input_files
 from liger_convert.utils.errors import BadInput
 
-# what is read of a base, besides its licence
+# what is read of a base, besides its license
 READ = (*TOKENIZER, "*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 

@@ -90,7 +90,7 @@ def test_an_import_initialises_no_gpu_and_older_ones_are_told_when_torch_does() 
     said = """
 import torch
 torch.version.cuda, torch.cuda.is_available, torch.cuda.device_count = "12.8", lambda: True, lambda: 1
-torch.cuda._lazy_init = lambda: exit("initialised")
+torch.cuda._lazy_init = lambda: exit("initialized")
 torch.cuda.get_device_capability = lambda device: torch.cuda._lazy_init()
 import gated_kernels
 before = gated_kernels.in_use()

@@ -133,7 +133,7 @@ def linear_attn() -> tuple[Results, Results]:
 
 
 @case
-def normalised_linear_attn() -> tuple[Results, Results]:
+def normalized_linear_attn() -> tuple[Results, Results]:
     x = Inputs()
     q, k = x.q.sigmoid(), x.k.sigmoid()
     got = theirs("linear_attn/naive", "naive_recurrent_linear_attn")(q, k, x.v, 1.0, normalize=True)

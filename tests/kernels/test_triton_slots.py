@@ -41,8 +41,8 @@ OWN = {
     "-200 and 0, segments": Case(97, gate="mixed", segments=True, **SMALL),
     "-200 and 0, exclusive": Case(97, gate="mixed", exclusive=True, **SMALL),
     "no decay": Case(97, gate="none", **SMALL),
-    "not normalised": Case(97, normalize=False, **SMALL),
-    "not normalised, -200 and 0, segments, exclusive": Case(
+    "not normalized": Case(97, normalize=False, **SMALL),
+    "not normalized, -200 and 0, segments, exclusive": Case(
         97, gate="mixed", normalize=False, segments=True, exclusive=True, **SMALL
     ),
     "several heads": Case(70, G=2, R=3, M=33, dtype=BF16),

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over a pipe by the DevTools protocol: pages at a given size and colour scheme."""
+"""A headless Chromium, spoken to over a pipe by the DevTools protocol: pages at a given size and color scheme."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Browser:
             pass
 
     def open(self, address: str, width: int, height: int, scheme: str) -> Page:
-        """The loaded page in a viewport of that size, whose user prefers the colour scheme `light` or `dark`."""
+        """The loaded page in a viewport of that size, whose user prefers the color scheme `light` or `dark`."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self.pages[session] = Page(self, session)

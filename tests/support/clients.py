@@ -46,7 +46,7 @@ def documents(count: int = 4, seed: int = 0) -> list[dict[str, list[int]]]:
 
 
 def loss_alone(model: Any, rows: list[dict[str, list[int]]]) -> Tensor:
-    """The mean loss of all labelled tokens, each document read by itself and the loss worked out by hand."""
+    """The mean loss of all labeled tokens, each document read by itself and the loss worked out by hand."""
     losses = []
     for row in rows:
         labels = torch.tensor(row["labels"])[1:]

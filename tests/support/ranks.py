@@ -5,8 +5,8 @@
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
 the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `spare_counts` (a
-mistake: a spare process counts as one that shares the rows), `apart` (a mistake:
-flat gradients stay each process's own), `deaf` (a mistake: shards of rows get nothing from their neighbours),
+mistake: a spare process counts as one that shares the rows), `apart` (a mistake: flat gradients stay each process's
+own), `deaf` (a mistake: shards of rows get nothing from their neighbors),
 `compiled` (the layers, without a compiler behind), `rounded` (a mistake: all that is gathered is in the compute dtype,
 but for the mixers), `replayed` (the passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that
 process, `keeps`, a step at which what is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is

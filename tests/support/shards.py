@@ -5,7 +5,7 @@
 A case has a `mixer` (its options), and may have `layers`, a `family` and its `changes`. Each process runs the model
 over whole rows by itself, then over its shard. What the first one prints is of all processes: by how much the shards'
 logits, loss and gradients differ from those of whole rows, how much rounding alone does, and a shard's logits without
-its neighbours. Each is a fraction of the largest value.
+its neighbors. Each is a fraction of the largest value.
 
 A case with `bfloat16` runs in it, see `compare_in_bfloat16`; of one with `fused`, see `given_to_fused_attention`.
 """
@@ -143,7 +143,7 @@ def align(model: Any, base: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 def compare_in_bfloat16(case: dict[str, Any], group: Group, of_one: Group) -> dict[str, dict[str, float]]:
     """How far from float64 is bfloat16 of whole rows (`whole`), of shards (`shards`), and of shards that get nothing
-    from their neighbours (`alone`); how far shards are from whole rows that take the same ops (`cut`). Of what a model
+    from their neighbors (`alone`); how far shards are from whole rows that take the same ops (`cut`). Of what a model
     and its alignment give: root mean squares, as a fraction of that of the float64 values."""
     generator = torch.Generator().manual_seed(1)
     model, batch = make_model(case, generator), rows(group.size, generator)

@@ -13,9 +13,9 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 RATES = "stages[0].learning_rates={mixer: 1e-3, lora: 1e-3}"
 convert = World.convert
 RECIPES = [
-    case("misspelt key", "mixr: unknown key; did you mean 'mixer'?", lambda w: w.run("mixr={}")),
+    case("misspelled key", "mixr: unknown key; did you mean 'mixer'?", lambda w: w.run("mixr={}")),
     case(
-        "misspelt key in a stage", "stages[0].learning_rates.mixr", lambda w: w.run("stages[0].learning_rates.mixr=1")
+        "misspelled key in a stage", "stages[0].learning_rates.mixr", lambda w: w.run("stages[0].learning_rates.mixr=1")
     ),
     case("misplaced key", "belongs to mixer.window", lambda w: w.run("window=64")),
     case("wrong type", "seed: should be a whole number", lambda w: w.run("seed=x")),

@@ -1,4 +1,4 @@
-"""The model card of an export: metadata that the hub reads, the base's licence, and no local paths."""
+"""The model card of an export: metadata that the hub reads, the base's license, and no local paths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CARDS: dict[str, tuple[str, dict[str, Any]]] = {
     "named": ("license: apache-2.0\ntags: [a]\n", {"license": "apache-2.0"}),
     "several": ("license: [mit, apache-2.0]\n", {"license": ["mit", "apache-2.0"]}),
     "its own": (
-        "license: other\nlicense_name: some-research\nlicense_link: https://example.org/licence\n",
-        {"license": "other", "license_name": "some-research", "license_link": "https://example.org/licence"},
+        "license: other\nlicense_name: some-research\nlicense_link: https://example.org/license\n",
+        {"license": "other", "license_name": "some-research", "license_link": "https://example.org/license"},
     ),
     "in a file": ("license: other\nlicense_link: LICENSE\n", {"license": "other", "license_link": "LICENSE"}),
     "in a file of a machine": ("license: other\nlicense_link: /somewhere/LICENSE\n", {"license": "other"}),
@@ -42,7 +42,7 @@ def exported(capsys: pytest.CaptureFixture[str], out: Path, *options: str, model
 
 
 def model_with(tmp_path: Path, *files: str) -> Path:
-    """A model that came with files of its base's licence."""
+    """A model that came with files of its base's license."""
     shutil.copytree(folder("hybrid"), tmp_path / "model")
     for file in files:
         (tmp_path / "model" / file).write_text("all rights")
@@ -50,7 +50,7 @@ def model_with(tmp_path: Path, *files: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CARDS)
-def test_a_card_carries_the_licence_of_the_base_as_far_as_it_is_known(
+def test_a_card_carries_the_license_of_the_base_as_far_as_it_is_known(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     front, expected = CARDS[case]
@@ -59,12 +59,12 @@ def test_a_card_carries_the_licence_of_the_base_as_far_as_it_is_known(
     model = model_with(tmp_path, *(["LICENSE"] if case == "in a file" else []))
     card = exported(capsys, tmp_path / "out", "--base", str(tmp_path / "base"), model=model)
     assert {key: value for key, value in card.data.to_dict().items() if key.startswith("license")} == expected
-    assert "licence applies to them" in card.text
-    assert expected.get("license_name", "licence") in card.text
+    assert "license applies to them" in card.text
+    assert expected.get("license_name", "license") in card.text
 
 
 @pytest.mark.parametrize("said", ["", "no front matter", "---\nlicense: mit\n", None])
-def test_a_licence_that_is_a_file_alone_is_another_one(
+def test_a_license_that_is_a_file_alone_is_another_one(
     said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "base").mkdir()
@@ -114,7 +114,7 @@ def test_figures_take_the_place_of_older_ones(tmp_path: Path, capsys: pytest.Cap
     assert after.text.count("## What it is worth") == after.text.count("| a | 2.00 |") == 1
     assert "1.00" not in after.text
     assert "Much." not in after.text
-    assert after.text.index("from_pretrained") < after.text.index("2.00") < after.text.index("## Licence")
+    assert after.text.index("from_pretrained") < after.text.index("2.00") < after.text.index("## License")
     add_figures(tmp_path / "out", "# a report of something else\n")
     assert ModelCard.load(tmp_path / "out/README.md").content == after.content
 

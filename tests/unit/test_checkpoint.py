@@ -232,7 +232,7 @@ def test_a_folder_is_taken_as_it_is(base, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_licences_does_not_matter(folder, tmp_path):
+def test_a_folder_of_licenses_does_not_matter(folder, tmp_path):
     (folder / "LICENSES").mkdir()
     (folder / "LICENSES/MIT.txt").write_text("yes")
     assert resolve_base(str(folder), tmp_path / "work") == folder

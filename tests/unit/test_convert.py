@@ -100,7 +100,7 @@ def test_the_new_config_names_its_class_and_keeps_no_trace_of_the_base_folder(ba
     assert str(tmp_path) not in text
 
 
-def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
+def test_tokenizer_generation_config_and_license_come_along(base, tmp_path):
     (base / "LICENSE.txt").write_text("yes")
     (base / "README.md").write_text("the base")
     convert_checkpoint(base, tmp_path / "out", LINEARIZATION)

@@ -362,7 +362,7 @@ def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if MIXERS[name].Spec().combine == "learned"])
-def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> None:
+def test_an_unnormalized_memory_refuses_the_shared_denominator(name: str) -> None:
     with pytest.raises(BadInput, match=r"^mixer\.combine: shared needs (the memory's|a) normalizer"):
         resolve_spec({"type": name, "combine": "shared"})
 

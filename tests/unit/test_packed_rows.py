@@ -137,8 +137,8 @@ def test_with_responses_only_the_labels_follow_the_loss_mask() -> None:
     docs = documents(5, 11, 3, 20, 9)
     learned_token = np.concatenate([d.loss for d in docs])
     for item in pack(docs, seq_len=8, tokens=400, responses_only=True):
-        labelled = (item["labels"] != IGNORED).numpy()
-        assert (labelled == learned_token[item["input_ids"]] & (item["position_ids"].numpy() > 0)).all()
+        labeled = (item["labels"] != IGNORED).numpy()
+        assert (labeled == learned_token[item["input_ids"]] & (item["position_ids"].numpy() > 0)).all()
 
 
 def test_a_budget_beyond_the_data_repeats_it_in_a_new_order() -> None:

@@ -64,16 +64,16 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Brows
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    names = ["poor", "other", "a-run-with-a-rather-long-name-that-nobody-would-choose", *"abcdef"]  # every colour
+    names = ["poor", "other", "a-run-with-a-rather-long-name-that-nobody-would-choose", *"abcdef"]  # every color
     files = [folder / f"{i}.json" for i in range(len(names))]
     for name, file in zip(names, files, strict=True):
         file.write_text(json.dumps(report(name, worse=name == "poor", base="org/b" if name == "other" else "org/a")))
-    colourful = report(name="a-model-with-a-name-as-long-as-they-are-in-practice-135m")
-    linearization = colourful["plan"]["linearization"]
+    colorful = report(name="a-model-with-a-name-as-long-as-they-are-in-practice-135m")
+    linearization = colorful["plan"]["linearization"]
     linearization["mixers"] |= dict.fromkeys(("third", "fourth"), linearization["mixers"]["main"])
     linearization["layers"] = ["main", "third", "softmax", "recall", "fourth", "softmax"]
     made = {
-        "report": report_page.page(colourful),
+        "report": report_page.page(colorful),
         "poor report": report_page.page(report(worse=True)),
         "comparison": compare_page.page(compare(files)),
     }

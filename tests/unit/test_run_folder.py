@@ -161,10 +161,10 @@ def test_a_snapshot_of_the_hub_whose_files_are_links_to_blobs_is_copied_whole(ho
     (cache / "blobs").mkdir(parents=True)
     snapshot = cache / "snapshots/c0ffee"
     snapshot.mkdir(parents=True)
-    (home / "base/LICENSE").write_text("licence")
+    (home / "base/LICENSE").write_text("license")
     for number, path in enumerate((home / "base").iterdir()):
         path.rename(cache / "blobs" / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     assert main.main(["convert", str(snapshot), "out"]) == 0
-    assert (home / "out/LICENSE").read_text() == "licence"
+    assert (home / "out/LICENSE").read_text() == "license"
     assert (home / "out/tokenizer.json").exists()

@@ -66,7 +66,7 @@ def assert_equal(found: dict[str, float], *, has_parameters: bool = True) -> Non
     assert (found["size_of_mixers"] > 1e-4) == has_parameters
 
 
-STEP = 2.0**-7  # between neighbours of bfloat16 at most, as a fraction
+STEP = 2.0**-7  # between neighbors of bfloat16 at most, as a fraction
 
 
 def assert_equal_in_bfloat16(found: dict[str, dict[str, float]], largest: float) -> None:

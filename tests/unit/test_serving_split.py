@@ -90,7 +90,7 @@ def test_pages_of_a_layer_split_in_two_are_half_as_large() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_whose_projections_are_one_or_normalised_together_are_refused(family: str) -> None:
+def test_families_whose_projections_are_one_or_normalized_together_are_refused(family: str) -> None:
     config = build(family, ["main", "softmax", "main"], type="gla", **BOUNDED).config
     check_split(config, 1)
     refused = f"{WHOLE.get(family)} of {family}"

@@ -33,7 +33,7 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 
 
 def reference_sum(logits: Tensor, teacher: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and KL, summed over the positions whose next token is labelled, written out."""
+    """Cross-entropy and KL, summed over the positions whose next token is labeled, written out."""
     keep = labels[:, 1:] != IGNORED
     student, taught, following = logits[:, :-1][keep], teacher[:, :-1][keep], labels[:, 1:][keep]
     p, log_q = (taught / temperature).softmax(-1), (student / temperature).log_softmax(-1)

@@ -46,9 +46,9 @@ def is_supported_in_torch(cache: StepCache, config: StepConfig, heads: int) -> b
 def is_covered(cache: StepCache, config: StepConfig, heads: int) -> bool:
     """As `is_supported`, on a GPU with the kernels in use."""
     state, (_, P, G, D) = cache.state_NGFD, cache.k_NPGD.shape
-    normalised, summed = config.memory_weight is not None, cache.z_NGF is not None
+    normalized, summed = config.memory_weight is not None, cache.z_NGF is not None
     evicted = cache.deferred_inputs_NPGD is not None
-    if P == 0 or D > 256 or heads > 64 * G or not normalised == evicted == summed or state.shape[3] != D:
+    if P == 0 or D > 256 or heads > 64 * G or not normalized == evicted == summed or state.shape[3] != D:
         return False
     parameters = [*(config.codes or ()), *(config.memory_weight or ())]
     if config.gate is not None and config.gate.bias_GF is not None:

@@ -45,11 +45,11 @@ CASES = {
     "strong": Case(97, gate="strong", M=33),
     "-200 and 0, exclusive": Case(97, gate="mixed", exclusive=True),
     "segments": Case(97, segments=True),
-    "not normalised": Case(97, normalize=False),
-    "not normalised, exclusive, segments, holes, no state": Case(
+    "not normalized": Case(97, normalize=False),
+    "not normalized, exclusive, segments, holes, no state": Case(
         97, normalize=False, exclusive=True, segments=True, holes=True, state=False
     ),
-    "not normalised, one token": Case(1, normalize=False),
+    "not normalized, one token": Case(1, normalize=False),
     "segments, exclusive, holes, float64": Case(97, segments=True, exclusive=True, holes=True, dtype=torch.float64),
 }
 

@@ -161,8 +161,8 @@ def _frame(
             continue
         free = at - half - 6
         yield f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
-        centre = min(at, WIDTH - half - 1)
-        yield f'<text class="tick" x="{centre:.1f}" y="{bottom + 15}" text-anchor="middle">{escape(text)}</text>'
+        center = min(at, WIDTH - half - 1)
+        yield f'<text class="tick" x="{center:.1f}" y="{bottom + 15}" text-anchor="middle">{escape(text)}</text>'
     yield f'<line class="axis" x1="{left:.1f}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>'
     middle = (left + WIDTH - RIGHT) / 2
     yield f'<text class="name" x="{middle:.1f}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x.label)}</text>'
