@@ -14,12 +14,13 @@ NAME_LENGTH = 60  # characters, so that a step's folder can be called after a na
 
 
 def whole(value: object) -> object:
-    """1e6 is how people write token counts; YAML hands it over as a float."""
+    """A whole float as an int, since people write token counts as 1e6, which YAML reads as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def refuse(at: str, why: str) -> NoReturn:
-    """A conflict between fields of the model under validation; `at` is the path of the guilty one below that model."""
+    """Raises a conflict between fields of the model under validation. at: the path, below that model, of the one to
+    change."""
     raise PydanticCustomError("conflict", "{why}", {"at": at, "why": why})
 
 
@@ -54,9 +55,9 @@ def between(low: float, high: float) -> AfterValidator:
     return AfterValidator(check)
 
 
-# The upper bounds stand well above all that is trained, so that a slip of the keyboard is told from a large number:
-# models are trained on up to 4e13 tokens, in contexts of up to 1e7, and batches of some thousand rows. What a machine
-# has no room for is the plan's to say.
+# The upper bounds stand well above all that is trained, so that a typo can be told from a large number: models are
+# trained on up to 4e13 tokens, in contexts of up to 1e7, and batches of some thousand rows. The plan says what a
+# machine has no room for.
 Count = Annotated[int, BeforeValidator(whole), between(1, 10**9)]
 Index = Annotated[int, between(0, 10**9)]
 Tokens = Annotated[int, BeforeValidator(whole), between(1, 10**15)]

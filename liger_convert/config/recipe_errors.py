@@ -75,7 +75,7 @@ def _yaml(value: object) -> str:
 def _wrong_key(loc: tuple[int | str, ...], models: list[type[BaseModel]], top: type[BaseModel]) -> str:
     key = str(loc[-1])
     elsewhere = [path for path, name in _all_fields([top]) if name == key]
-    # rather a field nearby, and rather of all kinds than of one
+    # prefers a field nearby, and one that all kinds have to one of a single kind
     elsewhere.sort(key=lambda path: (not path.startswith(str(loc[0])), " of " in path))
     if elsewhere:
         _, other, kind = elsewhere[0].partition(" of source ")

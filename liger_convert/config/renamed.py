@@ -1,4 +1,4 @@
-"""Fields of a recipe that had another name once: by section, the old name and the new one.
+"""Fields of a recipe that once had another name: by section, the old name and the new one.
 
 A recipe with an old name is refused with a sentence that names the new one (`fields.Strict`). The options of mixers
 also stand in the config.json of models; there they are still read (`current`).

@@ -54,7 +54,7 @@ class DataSource(Strict):
 
     @property
     def keys(self) -> tuple[str | None, ...]:
-        """What the keys of its documents are made of: two sources of equal ones give a document the same key."""
+        """What the keys of its documents are made of: two sources with equal ones give a document the same key."""
         return (self.source,)
 
 

@@ -28,7 +28,7 @@ def read(path: Path | str) -> str:
 
 class _Loader(yaml.SafeLoader):
     """YAML without its traps: a repeated key is an error, so is 010, 1e-4 is a number, aliases cannot make a small file
-    a large one, and a value that cannot be made ends in an error that knows its line."""
+    a large one, and a value that cannot be constructed is an error with its line."""
 
     values = depth = 0
 
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # a month 13, a !!int of letters, …: each tag's own maker raises what it happens to
+        except Exception:  # a month 13, a !!int of letters, …: each tag's constructor raises whatever it does
             raise _problem(f"this is not a valid {kind}", node.start_mark) from None
         if isinstance(value, str) and not inputs.is_text(value):
             raise _problem("half of a surrogate pair, which is not a character", node.start_mark)

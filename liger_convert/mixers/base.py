@@ -354,7 +354,8 @@ class Mixer(nn.Module, ABC):
         return memory
 
     def with_own_token(self, memory: MemoryOutput, qkv: QKV) -> MemoryOutput:
-        """The read, plus what is added of the query's own token behind the norm and before the gate; here nothing."""
+        """The read plus the contribution of the query's own token, which comes after the norm and before the gate; none
+        by default."""
         return memory
 
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:

@@ -7,9 +7,9 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 - A window is at most an eighth of that context, and that of `layers.long_windows` at most `adapt.longest_window` of it,
   a quarter by default. A window as long as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that
   never leave the window get shorter with it. If all layers of the base have windows of their own, none becomes longer.
-- `layers.long_windows` has twice the window on a base with at least four times the context that it was tuned on. There
-  what a conversion loses grows with the position, and a longer window is a smaller part of the cache (eval/LOG.md,
-  Qwen2.5-Coder-1.5B).
+- `layers.long_windows` has twice the window on a base with at least four times the context that it was tuned on. On
+  such a base, what a conversion loses grows with the position, and a longer window is a smaller part of the cache
+  (eval/LOG.md, Qwen2.5-Coder-1.5B).
 - If at least half of the base's layers have sliding windows of their own, as in Gemma 3, the few others carry all that
   is farther back. So a fraction of `layers.softmax_auto` keeps at least a tenth of all layers, chosen by copying, and
   each of the few that becomes linear gets the window of `layers.long_windows`. Rows that would no longer leave the
@@ -179,8 +179,8 @@ def _because_of_sliding(depth: int, sliding: int) -> str:
 
 
 def _sliding(base_config: Any) -> tuple[int, int]:
-    """How many layers the base has, and how many of them have a sliding window of its own if at least half do, but not
-    all; else 0."""
+    """How many layers the base has, and how many of them have a sliding window of their own: 0 unless at least half do,
+    but not all."""
     windows = own_windows(base_config)
     depth, sliding = len(windows), len(sliding_layers(windows))
     return depth, sliding if depth / 2 <= sliding else 0

@@ -9,7 +9,7 @@ If layers can stand in for each other, each one looks worthless when it alone is
 starts from a model without softmax layers and restores the layer that helps most, then the one that helps most in
 addition, and so on (as in KL-LS, 2512.20569, which also trains each restored model). By copying, chosen layers are then
 exchanged for others as long as that lowers the losses: a layer that helps most early on can be in the way later. By KL
-they are not, because sets that differ by one layer are then ordered unlike after training (eval/LOG.md).
+they are not, because sets that differ by one layer are then ordered differently than after training (eval/LOG.md).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Plan:
     token_bytes: one token's key and value in one layer's cache.
     context: tokens that the base supports; None if its config does not say.
     teacher_tokens: for each source that the base generates, the number of tokens.
-    memory_bytes: estimated peaks beyond the interpreter of `convert`, of `inference` at 4K tokens and of each stage.
+    memory_bytes: estimated peaks of `convert`, of `inference` at 4K tokens and of each stage, beyond the interpreter.
         memory_for: the device and the dtype of the training.
     sharded_bytes: peaks of the stages if several processes shard the weights; empty for one process.
     writes: what each step of a run writes, see `disk_estimate.py`.

@@ -1,4 +1,4 @@
-"""What would fail after the training is tried before it: generation, the suite, disk space, rates and lengths.
+"""Tries before the training what would otherwise fail after it: generation, the suite, disk space, rates and lengths.
 
 What would make the result unusable is refused; what costs quality or is merely unlikely is a warning, one sentence
 each.
@@ -260,8 +260,8 @@ def check_held_out(
 def check_generation(
     base_dir: Path, config: Any, tokenizer: Any, linearization: Mapping[str, Any], prompts: Sequence[str]
 ) -> list[str]:
-    """Generates by a model of random weights, of the classes and the vocabulary of the one to come, as the run will do
-    at its end, with the base's chat template and generation config. Returns warnings.
+    """Generates, as the run will do at its end, with a model of random weights that has the final model's classes and
+    vocabulary, and with the base's chat template and generation config. Returns warnings.
 
     Raises BadInput naming chat_template.jinja, tokenizer_config.json or generation_config.json.
     """
@@ -298,8 +298,8 @@ def check_tasks(
 ) -> None:
     """Runs the suite's tasks without a model: reads their data, writes their prompts, scores answers.
 
-    Raises BadInput for data that cannot be had or does not fit, a metric or shots that there are not, hidden labels,
-    and answers longer than the base.
+    Raises BadInput for data that is not available or does not fit, a metric or shots that do not exist, hidden labels,
+    and answers longer than the base's context.
     """
     if tasks := suite.tasks_for(data_dir):
         from liger_convert.eval.harness import rehearse_tasks  # lm-eval takes seconds to import
@@ -340,8 +340,8 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
 
 
 def _check_reach(recipe: Recipe, stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
-    """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read. The layers of
-    `layers.long_windows` are left to stages with longer rows."""
+    """Warnings about a stage that trains mixers on texts of `length` tokens. Raises BadInput when no memory is ever
+    read. The layers of `layers.long_windows` are left to stages with longer rows."""
     left = None if recipe.long_windows is None else LONG
     reach = reaches(plan.linearization | {"layers": [name for name in plan.layers if name != left]})
     if "mixer" not in stage.learning_rates.trained() or not reach or length > max(reach):
@@ -413,7 +413,7 @@ def check(
     keep_steps: bool,
     report: Report,
 ) -> list[str]:
-    """All checks of a run, whose data is read and of which nothing is written yet but its base. Returns warnings.
+    """All checks of a run whose data has been read, and of which only the base has been written. Returns warnings.
 
     suite: what of the recipe's suite will be measured, see `eval.narrow`.
     Raises BadInput for what would fail later, or end in a result of no use.

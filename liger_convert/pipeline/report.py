@@ -257,8 +257,8 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def render(results: Mapping[str, Any]) -> Group:
-    """The measures as a table for a terminal, and below it the verdict where there is one; a model that is worse
-    than its untrained window is said above it as well."""
+    """The measures as a table for a terminal, and below it the verdict, if there is one. That a model is worse than its
+    untrained window is said above the table, too."""
     models = results["models"]
     table = Table()
     table.add_column(no_wrap=True)  # no name of a metric is cut off on a narrow terminal

@@ -53,8 +53,8 @@ class Run:
         self.folder = self.steps.folder
 
     def execute(self) -> None:
-        """Does every step that the manifest does not record yet. Raises BadInput when what it goes on from, inputs or
-        outputs of finished steps, is not what it was."""
+        """Does every step that the manifest does not record yet. Raises BadInput when the inputs or outputs of finished
+        steps, from which it continues, have changed."""
         steps = self.steps.all()
         for step in steps:
             self._outputs(step)  # a link that leads out of the run is refused before the work
@@ -117,7 +117,8 @@ class Run:
                 raise BadInput(f"{found[0]}; restore what step {name} wrote, or start a new run in a new folder")
 
     def _check_inputs(self) -> None:
-        """A base or data file that is not what it was would make half a run of each. Raises BadInput."""
+        """Raises BadInput if a base or data file has changed: the run would be partly of the old one and partly of the
+        new."""
         if changed := self.steps.inputs.changes(self.steps.input_paths):
             raise BadInput(f"{changed[0]}, or start a new run in a new folder")
 
@@ -251,7 +252,8 @@ def _computes_on(recipe: Recipe) -> str:
 
 
 def _take_threads(record: Manifest) -> None:
-    """As many threads as the run began with, on which sums depend; other processes share the cores in another way."""
+    """Uses as many threads as the run began with, because sums depend on their number. Another number of processes
+    shares the cores differently."""
     if record.machine.get("processes", 1) == processes.count():
         torch.set_num_threads(record.machine["threads"])
 

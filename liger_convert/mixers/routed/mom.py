@@ -10,8 +10,8 @@ equal logits, the first memory's wins. `short_conv: 4`, `output_norm: rms` and `
 paper's memories. The convolution runs over the document before the router divides it: the authors' code convolves what
 is divided, where in training it reaches into the next memory's tokens.
 
-A memory's scan covers only the tokens that write or read it (see rows.py). A token is in the rows of k memories. With
-`scope: evicted`, a token is written long after it has read, so it can be in the rows of 2 k memories.
+A memory's scan covers only the tokens that write or read it (see memory_rows.py). A token is in the rows of k memories.
+With `scope: evicted`, a token is written long after it has read, so it can be in the rows of 2 k memories.
 
 Sometimes the lengths of such rows may not be read from tensors. Then every memory runs over all tokens, with zeros for
 those that did not choose it. The exception is a router for all heads in a call that keeps no state: there, an upper
