@@ -46,7 +46,7 @@ def mixers(
     as_json: Json = False,
 ) -> None:
     """List the mixers that can replace attention: gate, recurrence and its fast paths, state of one layer, what is
-    left out of the paper's layer, whether training left it behind a window alone, and options.
+    left out of the paper's layer, whether it ended worse than a window alone after training, and options.
 
     Example: linearize mixers --heads 9 --kv-heads 3 --head-size 64
     """

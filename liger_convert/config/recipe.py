@@ -274,7 +274,7 @@ class Recipe(Strict):
         return [f"{number}-{stage.kind}" for number, stage in enumerate(self.stages, 1)]
 
     def with_stage(self, index: int, stage: AnyStage) -> Recipe:
-        """This recipe with another stage in the place of stage `index`, from 0."""
+        """This recipe with another stage in place of stage `index`, from 0."""
         return self.with_stages([*self.stages[:index], stage, *self.stages[index + 1 :]])
 
     def with_stages(self, stages: Sequence[Any]) -> Recipe:

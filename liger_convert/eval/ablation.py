@@ -106,7 +106,7 @@ def diagnose(
     lengths = measured.lengths(len(text_prefix(tokenizer)))
     beyond = {metric for metric, length in lengths.items() if length > context}
     within = {name: {m: value for m, value in models[name].items() if m not in beyond} for name in names}
-    short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored behind the last
+    short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored after the last
     notes = [*notes, *cut_prompts(models)]
     for part in measured.text if base_dir is not None else ():
         documents = (other if part.source == "other" else held_out) or []

@@ -19,7 +19,7 @@ Draws = Annotated[int, between(2, 10**6)]  # of one there is no standard error
 MOST_TOKENS = 10**9  # of one measure: they are in memory all at once
 MOST_LENGTH = 10**7  # of a text of RULER's
 POSITIONS = "_nll_at_"  # between a text's name and the end of a range of positions, in the name of their loss
-FIRST_END = 256  # of the positions whose loss is shown; each bucket behind the first is as long as all before it
+FIRST_END = 256  # of the positions whose loss is shown; each bucket after the first is as long as all before it
 
 
 # `held_out` is text of the kind that is trained on, `other` text of another kind
@@ -124,7 +124,7 @@ class CopyMeasure(Strict):
 class AgreementMeasure(Strict):
     """How much of what the base writes the model would have written, reported as `agreement/…`; see `agreement`.
 
-    The base writes up to `tokens` behind each of the prompts, which are cut from text of `source`."""
+    The base writes up to `tokens` after each of the prompts, which are cut from text of `source`."""
 
     source: Source = "other"
     prompts: Draws = 32

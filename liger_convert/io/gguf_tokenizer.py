@@ -1,7 +1,7 @@
 """Completes what transformers' reader makes of the tokenizer in a .gguf file.
 
 The reader splits the text for some vocabularies in another way than they were made for. It gives control tokens that
-are not written in GPT-2's byte alphabet, such as DeepSeek's, new ids behind the vocabulary. It leaves out the BOS token
+are not written in GPT-2's byte alphabet, such as DeepSeek's, new ids after the vocabulary. It leaves out the BOS token
 where that follows from the vocabulary, and the token that ends a turn. Each would give a model tokens that it was not
 trained on, without an error. Names of fields and vocabularies are those of llama.cpp.
 """

@@ -20,7 +20,7 @@ CONFIG, FAST, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokeni
 READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # packages and their import names
 GENERIC = "PreTrainedTokenizerFast"
 PROBE = "Hello, world: 1 + 2 = 3\n"
-WORD = re.compile("[▁Ġ]([a-z]{4,8})")  # tokens that are a word behind a space
+WORD = re.compile("[▁Ġ]([a-z]{4,8})")  # tokens that are a word after a space
 LEAST_WORDS, MOST_WORDS = 16, 64  # how many of them are tried
 
 
@@ -115,7 +115,7 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def closes_texts(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts the end-of-text token behind every text, as those of some finetunes do. A text that is
+    """Whether the tokenizer puts the end-of-text token after every text, as those of some finetunes do. A text that is
     to be continued has to be without it."""
     return tokenizer(PROBE)["input_ids"][-1:] == [tokenizer.eos_token_id]
 

@@ -134,7 +134,7 @@ def fit_layers(recipe: Recipe, base_config: Any) -> tuple[Recipe, tuple[str, ...
     least = min(round(FAR * depth), full - 1)
     if share < 1 and max(1, int(share * full)) < least:
         changes["softmax_auto"] = (least, f"{least} of the other {full} in place of {share:g}")
-    if recipe.selected_by == "kl":  # its rows are too short to show what is lost behind the windows
+    if recipe.selected_by == "kl":  # its rows are too short to show what is lost beyond the windows
         changes["select"] = ("copy", "copy in place of kl")
     why = _because_of_sliding(depth, sliding)
     sentences = tuple(f"layers.{field}: {said}, {why}" for field, (_, said) in changes.items())

@@ -23,7 +23,7 @@ from liger_convert.utils.progress import console
 FILE = "manifest.json"
 FORMAT = 3  # the version written; a run of an older one can be verified, but not resumed
 READABLE = (2, 3)
-LOCK = ".lock"  # holds the name of the launch that works on a run, if its processes may be started anew
+LOCK = ".lock"  # holds the name of the launch that works on a run, if its processes may be restarted
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
 
 
@@ -145,6 +145,6 @@ def sign(run: Path) -> None:
 
 
 def is_own(run: Path) -> bool:
-    """Whether the processes of this launch have begun the run, before they were started anew."""
+    """Whether the processes of this launch have begun the run, before they were restarted."""
     name = processes.launch_name()
     return bool(name) and (run / LOCK).exists() and (run / LOCK).read_text(encoding="utf-8") == name

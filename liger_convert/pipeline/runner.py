@@ -172,9 +172,9 @@ def run(
 
     text, overrides: what the recipe was read from, for the manifest. keep_steps: keep the models between the steps.
     Where a launcher started several processes, all call it: the first does the steps, the others train with it. A run
-    that the launcher's processes had begun before they were started anew goes on, with or without `resume`.
-    Raises BadInput when the recipe, its base or its data cannot be used (a new run then leaves no folder), or when
-    recipe or inputs are not those of the run to resume; LinearizeError when the work itself fails.
+    that the launcher's processes had begun before they were restarted continues, with or without `resume`. Raises
+    BadInput when the recipe, its base or its data cannot be used (a new run then leaves no folder), or when recipe or
+    inputs are not those of the run to resume; LinearizeError when the work itself fails.
     """
     device = pick_device(recipe.device)
     processes.join(cpu=device.type == "cpu")
@@ -213,7 +213,7 @@ def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], res
         for stage in recipe.stages:
             split_batch(stage, processes.count(), recipe.sequence_parallel)
     if not resume and manifest.is_own(out):
-        console.print(f"note: the processes were started anew, and go on with {out}", markup=False, soft_wrap=True)
+        console.print(f"note: the processes were restarted and continue with {out}", markup=False, soft_wrap=True)
         resume = True
     if resume:
         _require_resumable(Manifest.read(out), out)

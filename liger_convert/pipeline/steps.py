@@ -453,7 +453,7 @@ class RunSteps:
 
     @property
     def written_by_report(self) -> list[Path]:
-        """The outputs of the step `export` that the step `report` writes anew."""
+        """The outputs of the step `export` that the step `report` rewrites."""
         return [self.folder.path("export", name) for name in (card.CARD, checksums.SUMS)]
 
     def work_along(self, work: str, **task: Any) -> None:

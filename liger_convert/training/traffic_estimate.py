@@ -116,7 +116,7 @@ def sharded_bytes(
     gradients   reduce-scatters of the trained weights' gradients, in float32
     base        all-gathers of the teacher's weights; none if it stays gathered. Alignment does not run its head
 
-    stage: with the micro-batches of one process; each of them gathers and reduces anew.
+    stage: with the micro-batches of one process; each of them gathers and reduces again.
     """
     e, aligns = dtype.itemsize, isinstance(stage, AlignStage)
     apart = e < 4 and weights.of_body > 0 and not weights.adapters  # mixers are units of their own

@@ -1,13 +1,13 @@
 """The processes of one run: how many there are, which one reports, and how they wait for each other.
 
-A launcher (`torchrun`, `accelerate launch`, or our own, see `launch.py`) gives each process its rank, the number of
+A launcher (`torchrun`, `accelerate launch`, or our own, see `torchrun.py`) gives each process its rank, the number of
 processes, and the address of their key-value store, through environment variables. The first process does all work that
 is done once. The others wait for the tasks that it announces, and train with it. They wait on the store, not in a
 collective, because collectives have a timeout.
 
-torchrun starts the processes anew after a failure, on each host for a reason and a number of times of its own. Its
-store outlives them, with the keys of those that ended. So each start has a name, which the first process makes up and
-gives to each of the others that asks for it, and all keys begin with that name.
+torchrun restarts the processes after a failure, on each host for a reason and a number of times of its own. Its store
+outlives them, with the keys of those that ended. So each start has a name, which the first process makes up and gives
+to each of the others that asks for it, and all keys begin with that name.
 
 The first process to fail prints why and puts its exit code into the store. The others then exit with the same code and
 print nothing. torch is imported only if there are several processes.

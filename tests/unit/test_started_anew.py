@@ -128,7 +128,7 @@ def test_a_run_goes_on_when_torchrun_starts_its_processes_anew(home: Path, agent
             stack.callback(process.terminate)
         killed = kill(home, out, 1, 20, set())
         kill(home, out, 0, 40, killed)
-        assert end(started).count(f"note: the processes were started anew, and go on with {out}") == 2
+        assert end(started).count(f"note: the processes were restarted and continue with {out}") == 2
     end(start(through))
     assert weights(home / out) == weights(home / through)
     curves = [json.loads((home / each / "manifest.json").read_text())["steps"]["2-distill"] for each in (out, through)]
@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_ten_times_at_random_ends_with_the_same_losses(home
     assert weights(home / "often") == weights(home / "never")
     curves = [json.loads((home / out / "manifest.json").read_text())["steps"] for out in ("often", "never")]
     assert all(curves[0][step]["loss"] == curves[1][step]["loss"] for step in ("1-align", "2-distill"))
-    print(f"the longest a process was left: {max(left):.1f} seconds; {said.count('started anew')} times started anew")
+    print(f"the longest a process was left: {max(left):.1f} seconds; {said.count('were restarted')} times restarted")
 
 
 def wait_for(found: Callable[[], Any]) -> Any:

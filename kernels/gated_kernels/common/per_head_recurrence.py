@@ -3,7 +3,7 @@
 One gate for all features can multiply what is narrow instead of the features: scores, outputs and values. So features
 are only copied into chunks and multiplied as matrices. The decay of a pair of tokens is the exponential of the sum of
 the log gates between them. Sums are taken pair by pair, never as differences of sums from the start of the chunk, which
-are too coarse behind a strong gate.
+are too coarse after a strong gate.
 
 The backward pass recomputes all of this, so that only the inputs are saved.
 

@@ -3,7 +3,7 @@
 S_t = a_t S_{t-1} + b_t u_t^T (v_t - u_t a_t S_{t-1}),   a_t = exp(-softplus(pool(k_t) + c)),   o_t = q_t S_t
 
 with u, q, b and the short convolution as in `deltanet`. With every option of `left_out`, and `combine: memory` and
-`scope: all` in the place of the window, this is the layer of Qwen3-Next and Qwen3.5.
+`scope: all` in place of the window, this is the layer of Qwen3-Next and Qwen3.5.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Unlike in the paper, decay and strength come from the key itself instead of low-
 The mixing of values across layers is left out. The paper's token shift mixes in a fixed share of the previous token per
 channel, which is a convolution with two taps: `short_conv: 2`, though after the projections.
 
-With `bonus: true`, the query's own token is added behind the norm: o'_t = o_t + (q_t * rho) k~_t^T v_t. rho has a value
+With `bonus: true`, the query's own token is added after the norm: o'_t = o_t + (q_t * rho) k~_t^T v_t. rho has a value
 per channel of a query head and starts at 0. The key is the token's own, without the short convolution.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.

@@ -113,7 +113,7 @@ class MoMSpec(ReadSpec):
         if inner_spec.pairs:
             return "inner.persistent: belongs to the window, which a mixture has only once; leave it out"
         if any(inner_spec.read_pieces):
-            return "inner.output_gate: like output_norm, it is behind all memories; give both next to inner"
+            return "inner.output_gate: like output_norm, it comes after all memories; give both next to inner"
         return None
 
 
