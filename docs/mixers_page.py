@@ -88,6 +88,23 @@ The following change the model even before training:
 [Results](results.md#every-mixer-at-equal-tokens) has every mixer trained on the same text, and
 [eval/reports/mixers.md](../eval/reports/mixers.md) how close most come to the base's attention in alignment."""
 
+WORSE = """\
+## Worse than a window alone
+
+At equal tokens, these ended behind `window`. [Results](results.md#what-helps) has Liger as published."""
+
+LEFT_OUT = """\
+## What is left out
+
+Some parts of a paper's layer are missing, mostly because a checkpoint has no weights for them. Those
+listed as off by default are options of the mixer."""
+
+OPTIONS = """\
+## Options and defaults
+
+Each mixer's file in `liger_convert/mixers/` describes its own options, in the docstring of its `Spec` class.
+Every mixer has these options:"""
+
 COMBINED = {
     "shared": "a shared denominator",
     "learned": "a learned mix",
@@ -112,7 +129,8 @@ Mixers = dict[str, dict[str, Any]]  # what `linearize mixers --json` prints of e
 def mixers_page() -> str:
     """The table of mixers, what their options do, and every option with its default."""
     mixers = _described_mixers()
-    parts = [INTRODUCTION, _table(mixers), EXPLANATIONS, _worse(mixers), _left_out(mixers), _options(mixers)]
+    parts = [INTRODUCTION, _table(mixers), EXPLANATIONS, WORSE, _cautions(mixers), LEFT_OUT, _left_out(mixers)]
+    parts += [OPTIONS, _common_options(mixers), _own_options(mixers)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -137,49 +155,30 @@ def _table(mixers: Mixers) -> str:
     return "\n".join(lines)
 
 
-def _worse(mixers: Mixers) -> str:
+def _cautions(mixers: Mixers) -> str:
     """The mixers that did worse than no memory."""
-    return "\n".join(
-        [
-            "## Worse than a window alone",
-            "",
-            "At equal tokens, these ended behind `window`. [Results](results.md#what-helps) has Liger as published.",
-            "",
-            *(f"- `{name}`: {about['caution']}" for name, about in mixers.items() if about["caution"]),
-        ]
-    )
+    return "\n".join(f"- `{name}`: {about['caution']}" for name, about in mixers.items() if about["caution"])
 
 
 def _left_out(mixers: Mixers) -> str:
-    """What a mixer lacks from its paper's layer."""
+    """What each mixer lacks from its paper's layer."""
+    lines = ["| mixer | what it lacks from its paper's layer |", "| --- | --- |"]
+    lines += [table_row((f"`{name}`", about["left_out"])) for name, about in mixers.items() if about["left_out"]]
+    return "\n".join(lines)
+
+
+def _common_options(mixers: Mixers) -> str:
+    """The options that all mixers have, with the defaults of the first one."""
+    first = next(iter(mixers.values()))["options"]
     return "\n".join(
-        [
-            "## What is left out",
-            "",
-            "Some parts of a paper's layer are missing, mostly because a checkpoint has no weights for them. Those",
-            "listed as off by default are options of the mixer.",
-            "",
-            "| mixer | what it lacks from its paper's layer |",
-            "| --- | --- |",
-            *(table_row((f"`{name}`", about["left_out"])) for name, about in mixers.items() if about["left_out"]),
-        ]
+        f"- `{option}` (`{yaml_value(first[option])}` by default): {what}" for option, what in COMMON.items()
     )
 
 
-def _options(mixers: Mixers) -> str:
-    """Every option with its default: first those that all mixers have."""
+def _own_options(mixers: Mixers) -> str:
+    """The other options of each mixer, and where its defaults differ from those of the first one."""
     first = next(iter(mixers.values()))["options"]
-    lines = [
-        "## Options and defaults",
-        "",
-        "Each mixer's file in `liger_convert/mixers/` describes its own options, in the docstring of its `Spec` class.",
-        "Every mixer has these options:",
-        "",
-        *(f"- `{option}` (`{yaml_value(first[option])}` by default): {what}" for option, what in COMMON.items()),
-        "",
-        "| mixer | its own options | different defaults of the common options |",
-        "| --- | --- | --- |",
-    ]
+    lines = ["| mixer | its own options | different defaults of the common options |", "| --- | --- | --- |"]
     for name, about in mixers.items():
         own = _listed(about["options"], lambda option, _: option not in COMMON)
         other = _listed(about["options"], lambda option, value: option in COMMON and value != first.get(option))
