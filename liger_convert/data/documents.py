@@ -362,7 +362,7 @@ def _tools(row: DataRow) -> list[dict[str, Any]] | None:
     it; None if there are none. Raises BadInput for anything else."""
     tools = row.value.get("tools")
     if isinstance(tools, str) and tools.strip():
-        with contextlib.suppress(ValueError):  # what is no JSON stays text, which is refused below
+        with contextlib.suppress(ValueError):  # what is not JSON stays text, which is refused below
             tools = parse_json(tools)
     tools = tools or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -405,7 +405,7 @@ def _with_text(message: Any) -> Any:
 
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls of tools have objects for arguments, which chat templates write as JSON. OpenAI's format
-    has JSON text there, of which they would write a quoted text."""
+    has JSON text there, which they would quote again."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return message
@@ -415,7 +415,7 @@ def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return call | {"function": _parsed(call["function"])}
-    with contextlib.suppress(ValueError):  # what is no JSON stays text
+    with contextlib.suppress(ValueError):  # what is not JSON stays text
         if isinstance(text := call.get("arguments"), str) and isinstance(found := parse_json(text), dict):
             return call | {"arguments": found}
     return call

@@ -196,7 +196,7 @@ def pack(
 ) -> PackedDataset:
     """Packs `documents` into `tokens // seq_len` rows. Without `tokens`, into as many full rows as one pass gives.
 
-    The order of the documents is drawn from `seed`, anew for each pass. Tokens that do not fill a row are dropped. See
+    The order of the documents is drawn from `seed`, again for each pass. Tokens that do not fill a row are dropped. See
     PackedDataset for the other arguments. Raises BadInput if the tokens do not fill one row.
     """
     documents = [document for document in documents if len(document.ids)]

@@ -74,9 +74,9 @@ def file_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """What below a folder has the name of a data file, sorted, even if it is none that can be read: that is refused
-    later. Hidden folders, as notebooks and version control leave them, are passed over like hidden files. Raises
-    BadInput for other folders whose files would be missing in silence, and for data of a kind that is not read."""
+    """The paths below a folder that have the name of a data file, sorted. One that cannot be read is refused later.
+    Hidden folders, as notebooks and version control leave them, are skipped like hidden files. Raises BadInput for
+    other folders whose files would silently be missing, and for data in a format that is not supported."""
 
     def refuse(error: OSError) -> None:
         raise BadInput(f"{error.filename}: cannot be read ({error.strerror})")

@@ -69,15 +69,15 @@ def diagnose(
     {"notes": […]} if something of the suite was left out.
 
     `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
-    switched off. `base` is the model it was made from, and `window_only_untrained` that base with only the
-    model's window and sinks in the layers that the model has linearized; without `base_dir` these two are left out.
-    The verdict is not about what reads more tokens than the base takes, where that fails and a mere window fails less.
-    `prompts` are continued by the base and by the linearized model. For a suite that measures agreement the base writes
-    once what all models are asked about. One model is in memory at a time, or one in each of several `processes`, which
-    take turns on the GPUs that there are. Each measure is written to the folder `keep` at once, and read from there by
-    the next attempt. call_others: called when the other processes of this run can begin to measure with this one, see
-    `measure_along`; then `processes` is not used. The other arguments are those of `evaluation.evaluate_model`, and so
-    are the errors.
+    switched off. `base` is the model it was made from, and `window_only_untrained` that base with only the model's
+    window and sinks in the layers that the model has linearized; without `base_dir` these two are left out. The verdict
+    leaves out what reads more tokens than the base supports, where the base fails and a mere window fails less.
+    `prompts` are continued by the base and by the linearized model. For a suite that measures agreement, the base
+    writes once what all models are asked about. One model is in memory at a time, or one in each of several
+    `processes`, which take turns on the GPUs that there are. Each measure is written to the folder `keep` at once, and
+    read from there by the next attempt. call_others: called when the other processes of this run can begin to measure
+    with this one, see `measure_along`; then `processes` is not used. The other arguments are those of
+    `evaluation.evaluate_model`, and so are the errors.
     """
     options: dict[str, Any] = {"held_out": held_out, "other": other, "batch_size": batch_size}
     options |= {"data_dir": data_dir, "limit": limit}

@@ -88,7 +88,7 @@ def continuations(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_to
 
 
 class _RefuseNonFinite(LogitsProcessor):
-    """Raises LinearizeError where a model's logits are no numbers: its text would be of arbitrary tokens."""
+    """Raises LinearizeError where a model's logits are not finite: its text would be arbitrary tokens."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         check_finite(scores, "the model")

@@ -71,7 +71,8 @@ class TextMeasure(SourceMeasure):
 class PositionMeasure(SourceMeasure):
     """Loss of text by its distance from a window's start, reported as `<name>_nll_at_<end>` for positions up to 256, on
     from there to 512, to 1,024, and so on; see `measures.position_losses`. It ends with the base's context, or with
-    half of the text if that is shorter. Shorter windows are more of them, so that as many tokens are read."""
+    half of the text if that is shorter. If the windows are shorter, there are more of them, so that as many tokens are
+    read."""
 
     window: Annotated[Length, between(FIRST_END, 10**8)] = 8192
     windows: Draws = 16

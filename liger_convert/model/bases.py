@@ -31,11 +31,10 @@ def check_base(config: Any) -> None:
 
 
 def check_settings(config: Any) -> None:
-    """Raises BadInput for settings of a supported family's config that are no causal decoder's or contradict another.
+    """Raises BadInput for settings of a supported family's config that are not a causal decoder's or contradict others.
 
-    These are a window that its layers ignore, but not its cache, sliding layers without the size of their window, a
-    head size that attention ignores, but not its rotary embedding, and queries that are to be scaled by numbers that
-    are missing.
+    These are a window that the layers ignore but the cache does not, sliding layers without a window size, a head size
+    that attention ignores but the rotary embedding does not, and a scaling of queries whose numbers are missing.
     """
     declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", ())}
     for name in ("sliding_window", "layer_types"):
@@ -104,7 +103,7 @@ def meta_model(config: Any) -> Any:
     """The base's model on the meta device.
 
     Raises BadInput when the config is inconsistent, names an unknown rope_type or activation, or scales rotary
-    embeddings by what is not positive, with which transformers would compute nonsense.
+    embeddings by a number that is not positive, with which transformers would compute nonsense.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     check_rotary({"rope_parameters": rope}, "config.json")  # again: transformers has added what stands elsewhere

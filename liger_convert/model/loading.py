@@ -95,7 +95,7 @@ def check_folder(folder: Path | str, trust_remote_code: bool = False, linearized
 
 
 def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Checkpoint:
-    """`Checkpoint.open`; raises BadInput when transformers would read other or further weights than these, or none."""
+    """`Checkpoint.open`; raises BadInput when transformers would read other weights, more weights, or none."""
     if (other := getattr(config, "transformers_weights", None)) is not None:
         raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; remove it")
     if (folder / ADAPTER_CONFIG).exists():

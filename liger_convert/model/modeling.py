@@ -208,8 +208,8 @@ class LinearizedForCausalLM(LinearizedInit):
 
     prefill_chunk: prefill with a cache that needs only the last tokens' logits, as in generation, reads this many
     tokens at a time, or fewer with more than FULL_ROWS rows. Its memory, apart from the cache, then depends neither on
-    the prompt length nor, down to chunks of LEAST_CHUNK tokens, on the batch size. None reads the prompt in one piece,
-    and so is one beyond the `length_limit` of the base's rotary embedding.
+    the prompt length nor, down to chunks of LEAST_CHUNK tokens, on the batch size. With None, a prompt is read in one
+    piece, as is one beyond the `length_limit` of the base's rotary embedding.
     """
 
     _backbone: Any
