@@ -73,7 +73,7 @@ def read_text(path: Path | str, limit: int) -> str:
         ) from None
 
 
-def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
+def decode_json(text: str, start: int) -> tuple[Any, int]:
     """Parses the JSON value that begins at `start`. Returns the value and its end.
 
     Raises json.JSONDecodeError for text that is not JSON. Raises ValueError, whose message says what is wrong, for JSON

@@ -358,7 +358,7 @@ def search(
     return LayerSelection(base, linear, swapped, restored, path)
 
 
-def evaluations(depth: int, count: int, exchange: bool = False) -> int:
+def evaluations(depth: int, count: int, exchange: bool) -> int:
     """How many times `search` measures; with `exchange`, if it finds nothing better. Exchanges of the last layer are
     known from its choice."""
     candidates = min(2 * count, depth)

@@ -147,13 +147,13 @@ def placed(given: Given, device: str, dtype: torch.dtype | None = None) -> Given
     return changed(given, lambda x: x.to(device, dtype if x.is_floating_point() else None, copy=True))
 
 
-def in_pages(cache: StepCache, gap: int = 3, seed: int = 0) -> tuple[Tensor, StepCache]:
+def in_pages(cache: StepCache, gap: int = 3) -> tuple[Tensor, StepCache]:
     """A copy of a contiguous cache with every row in a page, and the pages, int32 words [pages,words].
 
     Pages are in another order than rows. Each row's ring begins in a slot of its own. All else is NaN in every dtype:
     what a page holds beside its tensors, `gap` words after each of them, and two pages that no row has.
     """
-    random, (B, P), device = torch.Generator().manual_seed(seed), cache.k_NPGD.shape[:2], cache.state_NGFD.device
+    random, (B, P), device = torch.Generator().manual_seed(0), cache.k_NPGD.shape[:2], cache.state_NGFD.device
     row_B = (torch.randperm(B + 2, generator=random)[:B]).to(device)
     turn_B = torch.randint(P, (B,), generator=random).to(device)
     order_BP = (torch.arange(P, device=device) - turn_B[:, None]) % P
