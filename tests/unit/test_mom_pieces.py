@@ -175,7 +175,7 @@ def test_pieces_that_a_mixture_cannot_have_are_refused() -> None:
         ("deltanet", {"short_conv": 1}, "short_conv: 1 is not from 2 to 16"),
         ("deltanet", {"output_norm": "layer"}, "output_norm: 'layer' is not allowed"),
         ("deltanet", {"inner": {"short_conv": 4}}, "inner.short_conv: runs before all memories; give short_conv next"),
-        ("deltanet", {"inner": {"output_norm": "rms"}}, "inner.output_gate: like output_norm, it is behind all"),
+        ("deltanet", {"inner": {"output_norm": "rms"}}, "inner.output_gate: like output_norm, it comes after all"),
     ):
         own = {"type": inner, **pieces.pop("inner", {})}
         with pytest.raises(BadInput) as refused:
