@@ -39,7 +39,7 @@ from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.page import PageLayout
 from liger_convert.utils.device import pick_device
 
-CALLS = (0, 1024, 2048, 4096, 8192, 16384, 65536)
+CALLS, CALLS_CPU = (0, 1024, 2048, 4096, 8192, 16384, 65536), (0, 8, 16, 32, 64, 128, 256, 1024)
 LAYERS = 24  # runs of the layer in a row
 REPEATS = 5
 
@@ -74,6 +74,8 @@ class Prompts:
         config = linearized_config(base, {"format": FORMAT, "mixers": {"main": spec}, "layers": ["main"]})
         with device:
             self.layer = LinearizedAttention(LlamaAttention(config, 0), config, 0).eval()
+            self.layer.mixer.float().reset_parameters()
+            self.layer.mixer.log_share_H.fill_(4.0)  # so that an error in the memory is seen
             position_N = torch.cat([torch.arange(length) for length in lengths])
             x_1NC = torch.randn(1, len(position_N), config.hidden_size)
             angles = LlamaRotaryEmbedding(config)(x_1NC, position_N[None])
@@ -101,7 +103,7 @@ def measure(prompts: Prompts, call: int, most: int, exact: Tensor, allowed: floa
     run, o_NHD, calls = prompts.prepared(torch.bfloat16, call, most)
     run()
     found: dict[str, Any] = {"call": call, "calls": calls, "err": error(o_NHD, exact), "allowed": allowed}
-    if found["err"] > allowed:
+    if not found["err"] <= allowed < 0.1:
         return found | {"wrong": True}
     device, whole, host = prompts.position_N.device, [], []
     for _ in range(REPEATS):
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     a = parser.parse_args()
     device, found = pick_device(a.device), []
+    calls = CALLS_CPU if device.type == "cpu" else CALLS
     table = Table("prompts", "a call counts as", "calls", "ms a layer", "of it launching")
     for name, lengths in mixes(a.tokens).items():
         prompts = Prompts(SHAPES[a.shape], a.mixer, lengths, device)
@@ -139,7 +142,7 @@ def main() -> None:
         for run, *_ in runs:
             run()
         exact, plain = (o_NHD.float() for _, o_NHD, _ in runs)
-        for call in CALLS if len(lengths) > 1 else CALLS[:1]:
+        for call in calls if len(lengths) > 1 else calls[:1]:
             row = measure(prompts, call, a.tokens, exact, 2 * error(plain, exact))
             found.append({"prompts": name, "count": len(lengths), "tokens": sum(lengths)} | row)
             cells = ("wrong", "") if row.get("wrong") else (f"{row['ms']:.2f}", f"{row['host_ms']:.2f}")
