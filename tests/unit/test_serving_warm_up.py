@@ -93,8 +93,8 @@ def test_the_steps_of_a_server() -> None:
         *(Chunks([n], seen) for n in (512, 445, 256, 253, 64, 61) for seen in (0, long)),
         *(Chunks([n, n - 3], seen) for n in (64, 61) for seen in (0, 1)),
         Chunks([1, 1], long),
-        Chunks([66, 1], 0),
+        Chunks([511, 1], 0),
     ]
-    assert steps_of(2, layout) == [Chunks([2], 0), Chunks([2], long), Chunks([1, 1], long)]
+    assert steps_of(2, layout) == [Chunks([2], 0), Chunks([2], long), Chunks([1, 1], long), Chunks([1, 1], 0)]
     assert steps_of(1, layout) == [Chunks([1], 0), Chunks([1], long)]
     assert all(sum(step.lengths) <= 2048 for step in steps_of(2048, layout))
