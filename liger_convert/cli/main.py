@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    last_words = "stopped before it could clean up; continue a run with --resume" if processes.is_first() else ""
+    last_words = ""
+    if processes.is_first() and processes.LAUNCHED not in os.environ:  # else the launcher says it
+        last_words = "stopped before it could clean up; continue a run with --resume"
     with safe_streams() as (out, err), interrupts.handled(last_words):
         try:
             code = _command([word for word in words if word != "--debug"], debug="--debug" in words)

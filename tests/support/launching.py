@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,23 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def stopped_when(command: list[str], home: Path, out: str, written: str, number: int) -> tuple[int, str, list[int]]:
+    """Runs `command`, which starts several processes, in `home`. As soon as the run's folder `out` has a file like
+    `written`, sends it a signal: SIGKILL to one of the processes, another one to the launcher.
+
+    Returns the exit code, what was said on stderr, and which processes are still alive.
+    """
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=home, env=environment(), **pipes) as process:
+        until = time.monotonic() + SECONDS
+        while not list((home / out).glob(written)) and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks = workers(out)
+        os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
+        _, errors = process.communicate(timeout=SECONDS)
+    return process.returncode, errors, [pid for pid in ranks.values() if alive(pid)]
 
 
 def spread(

@@ -7,12 +7,10 @@ Half the sum of two gradients is the same number however it is taken, so two pro
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from launching import SECONDS, alive, distance, environment, learned, said, spread, workers
+from launching import SECONDS, distance, environment, learned, said, spread, stopped_when
 from layer_ranks import do
 from ranks import stage_of
 from runs import weights as run_weights
@@ -326,23 +324,9 @@ def test_a_run_of_two_processes_ends_with_the_weights_of_one_and_goes_on_when_st
     if not (home / "one").exists():
         assert call(home, "one", *UNCHECKED).returncode == 0
     words = [out, "--gpus", "2", "--set", "sharding=full", *UNCHECKED]
-    with subprocess.Popen(
-        [*COMMAND, *words],
-        cwd=home,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        until = time.monotonic() + SECONDS
-        while not list((home / out).glob("steps/1-align/layerwise/hidden-2")) and time.monotonic() < until:
-            time.sleep(0.1)
-        ranks = workers(out)
-        os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
-        _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 128 + number
+    code, errors, living = stopped_when([*COMMAND, *words], home, out, "steps/1-align/layerwise/hidden-2", number)
+    assert (code, living) == (128 + number, [])
     assert "Traceback" not in errors
-    assert not [pid for pid in ranks.values() if alive(pid)]
     found = call(home, *words, "--resume")
     assert found.returncode == 0, found.stderr
     assert run_weights(home / out) == run_weights(home / "one")

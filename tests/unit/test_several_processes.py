@@ -6,20 +6,17 @@ Each launch imports torch in every process, so several stages share one.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, alive, distance, environment, learned, spread, told, torchrun, workers
+from launching import SECONDS, distance, environment, learned, spread, stopped_when, told, torchrun
 from ranks import do
 from runs import write_home
 from safetensors.torch import load_file
@@ -28,7 +25,7 @@ from torch import Tensor
 
 from liger_convert.io import checksums
 from liger_convert.training import gradient_averaging
-from liger_convert.training.batch_split import sharing_groups, split_batch
+from liger_convert.training.batch_split import split_batch
 from liger_convert.training.gradient_averaging import are_alike, average_flats, average_gradients, flat_like
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
@@ -78,37 +75,6 @@ def test_shared_weights_and_shared_rows_learn_what_one_process_does(tmp_path: Pa
         assert away < 100 * rounding, job["name"]  # Adam magnifies what is rounded in gradients near zero
         if job is jobs[0]:
             assert distance(learned(tmp_path / "same"), whole) > 1000 * rounding
-    torch.set_num_threads(threads)
-
-
-# three processes, of which two share the rows of a step
-SPARE: dict[str, dict[str, Any]] = {
-    "align": {"name": "align"},
-    "distill": {"name": "distill", "options": {"shard": True}},
-    "finetune": {"name": "finetune", "replayed": True},
-}
-
-
-def test_a_spare_process_changes_nothing(tmp_path: Path) -> None:
-    """Neither the weights nor the losses, whether it averages gradients in DDP, in shards or in flat tensors. In the
-    control it counts like the others."""
-    common = {"plain": True, "fields": EVERY}
-    jobs = [common | job | {"out": f"{tmp_path}/{name}"} for name, job in SPARE.items()]
-    wrong = [job | {"out": f"{job['out']}-counts", "spare_counts": True} for job in jobs]
-    several = told(3, tmp_path, [*jobs, *wrong])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for job in jobs:
-        kind = job["name"]
-        alone = {"name": kind, **common}
-        stats = do(alone | {"out": tmp_path / "whole" / kind})
-        do(alone | {"out": tmp_path / "apart" / kind, "fields": EVERY | {"batch": 1, "accumulation": 4}})
-        whole = learned(tmp_path / "whole" / kind)
-        rounding = distance(learned(tmp_path / "apart" / kind), whole)
-        assert 0 < rounding < 1e-4, kind
-        assert distance(learned(job["out"]), whole) < 10 * rounding, kind
-        assert [loss for _, loss in several[kind]["loss"]] == pytest.approx([x for _, x in stats["loss"]], rel=1e-4)
-        assert distance(learned(f"{job['out']}-counts"), whole) > 1000 * rounding, kind
     torch.set_num_threads(threads)
 
 
@@ -319,19 +285,6 @@ def test_whole_micro_batches_are_shared_before_their_rows(
     assert rows * times * processes == batch * accumulation
 
 
-@pytest.mark.parametrize(
-    ("batch", "accumulation", "processes", "sharing"),
-    [(4, 1, 3, 2), (4, 1, 8, 4), (1, 1, 2, 1), (2, 2, 6, 4), (3, 2, 5, 3), (6, 4, 7, 6)],
-)
-def test_as_many_processes_share_the_rows_as_these_divide_among(
-    batch: int, accumulation: int, processes: int, sharing: int
-) -> None:
-    stage = make_stage("finetune", batch=batch, accumulation=accumulation)
-    assert sharing_groups(stage, processes) == sharing
-    assert split_batch(stage, processes) == split_batch(stage, sharing)
-    assert math.prod(split_batch(stage, processes)) * sharing == batch * accumulation
-
-
 LAUNCHES: dict[str, tuple[dict[str, str], int | None, str]] = {
     "no address": ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, None, "but MASTER_ADDR is not set"),
     "no number": ({"WORLD_SIZE": "two"}, None, "WORLD_SIZE is 'two'"),
@@ -507,26 +460,13 @@ def test_a_run_ends_with_any_of_its_processes_and_goes_on_with_another_number(ho
     """SIGKILL for one process; SIGTERM, which saves the step, for the launcher."""
     out = f"stopped-{number}"
     longer = ["--set", "stages[1].tokens=25600"]
-    with subprocess.Popen(
-        [*COMMAND, *RUN, out, "--gpus", "2", *longer],
-        cwd=home,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        until = time.monotonic() + SECONDS
-        while not list((home / out).glob("steps/2-distill/checkpoints/checkpoint-*")) and time.monotonic() < until:
-            time.sleep(0.1)
-        ranks = workers(out)
-        os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
-        _, said = process.communicate(timeout=SECONDS)
-    assert process.returncode == 128 + number
+    command = [*COMMAND, *RUN, out, "--gpus", "2", *longer]
+    code, said, living = stopped_when(command, home, out, "steps/2-distill/checkpoints/checkpoint-*", number)
+    assert (code, living) == (128 + number, [])
     (sentence,) = errors(said)
     assert sentence.endswith(f"the same command with --resume continues {out}")
     assert ("process 1 of this run was killed by SIGKILL" in sentence) == (number == signal.SIGKILL)
     assert "Traceback" not in said
-    assert not [pid for pid in ranks.values() if alive(pid)]
     found = call(home, [*COMMAND, *RUN, out, "--resume", *longer])
     assert found.returncode == 0
     assert "processes was 2, is 1 on this machine, so the weights may differ a little" in found.stderr
