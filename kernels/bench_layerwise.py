@@ -22,12 +22,9 @@ from typing import Any
 
 import torch
 from bench import machine
-from bench_plan import documents
+from bench_plan import documents, write_base
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.names import MAIN
@@ -93,16 +90,6 @@ class Clock:
         return found
 
 
-def make_base(folder: Path, shape: str, device: torch.device) -> None:
-    random_model(shape, None, device, torch.bfloat16).save_pretrained(folder, max_shard_size="4GB")
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(BPE(vocab={"<s>": 0, "</s>": 1}, merges=[])), eos_token="</s>"
-    )
-    made.save_pretrained(folder)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = pick_device(a.device)
     processes.join(device.type == "cpu")
@@ -113,7 +100,9 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     plan = make_plan(recipe_of(a), config, processes.count())
     per_token = operations_per_token(a, config)
     if processes.is_first():
-        make_base(folder / "base", a.shape, device)
+        write_base(folder / "base", a.shape, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         convert_checkpoint(folder / "base", folder / "model", plan.linearization)
     processes.barrier()
     clock = Clock()

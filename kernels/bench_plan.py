@@ -194,12 +194,17 @@ def converted(shape: str, plan: Plan, device: torch.device) -> int:
     """The peak growth, in bytes, of a process that converts a base of that shape."""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
-        random_model(shape, None, device, torch.bfloat16).save_pretrained(base)
-        # a conversion also reads and copies the tokenizer; its content does not matter
-        symbols = {"<s>": 0, "</s>": 1}
-        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=symbols, merges=[])), eos_token="</s>")
-        made.save_pretrained(base)
+        write_base(base, shape, device)
         return in_a_process(_convert, base, Path(folder, "converted"), plan.linearization)
+
+
+def write_base(folder: Path, shape: str, device: torch.device) -> None:
+    """Writes a base of that shape with random weights in bfloat16, made on `device`."""
+    random_model(shape, None, device, torch.bfloat16).save_pretrained(folder)
+    # a conversion also reads and copies the tokenizer; its content does not matter
+    symbols = {"<s>": 0, "</s>": 1}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=symbols, merges=[])), eos_token="</s>")
+    made.save_pretrained(folder)
 
 
 def _convert(base: Path, out: Path, linearization: dict[str, Any]) -> int:

@@ -25,7 +25,7 @@ from liger_convert.pipeline import manifest
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.recorded_inputs import data_inputs
 from liger_convert.pipeline.steps import RunSteps, Step
-from liger_convert.training.batch_split import split_batch
+from liger_convert.training.batch_split import whole_groups
 from liger_convert.utils import processes
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput, LinearizeError
@@ -209,9 +209,8 @@ def _work_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
 
 def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], resume: bool, keep_steps: bool) -> None:
     _check_place(recipe, out)
-    if recipe.adapt is None:  # else only the plan knows the rows of a stage
-        for stage in recipe.stages:
-            split_batch(stage, processes.count(), recipe.sequence_parallel)
+    if recipe.stages:
+        whole_groups(processes.count(), recipe.sequence_parallel)
     if not resume and manifest.is_own(out):
         console.print(f"note: the processes were restarted and continue with {out}", markup=False, soft_wrap=True)
         resume = True

@@ -27,7 +27,7 @@ from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs, parts_by_field
 from liger_convert.pipeline.stage_check import Measures, StageCheck
 from liger_convert.training import merge
-from liger_convert.training.batch_split import sharing_groups
+from liger_convert.training.batch_split import sharing_groups, whole_groups
 from liger_convert.utils import processes
 from liger_convert.utils.device import gpu_memory, pick_device
 from liger_convert.utils.errors import BadInput
@@ -315,8 +315,8 @@ class RunSteps:
         return facts | {"seed": self.recipe.stage_seed(index)}
 
     def _tell_of_spare_processes(self, index: int) -> None:
-        stage, shards = self._adapted.stages[index], self.recipe.sequence_parallel
-        used, count = sharing_groups(stage, processes.count() // shards) * shards, processes.count()
+        stage, shards, count = self._adapted.stages[index], self.recipe.sequence_parallel, processes.count()
+        used = sharing_groups(stage, whole_groups(count, shards)) * shards
         if used < count:
             rows = stage.batch_size * stage.grad_accumulation
             step = f"{self.recipe.stage_names[index]}: a step has {rows} row{'s' * (rows > 1)}"

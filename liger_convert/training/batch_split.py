@@ -19,12 +19,17 @@ def split_batch(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int
     same efficiency; then the rows of a micro-batch. If the rows do not divide evenly among all groups, fewer of them
     share the rows, see `sharing_groups`. Raises BadInput if the processes do not form whole groups.
     """
+    groups = sharing_groups(stage, whole_groups(processes, shards))
+    common = math.gcd(groups, stage.grad_accumulation)
+    return stage.batch_size * common // groups, stage.grad_accumulation // common
+
+
+def whole_groups(processes: int, shards: int) -> int:
+    """How many groups of `shards` processes there are. Raises BadInput if some processes are left over."""
     if processes % shards:
         why = f"{shards} processes share a row, but {processes} cannot be split into groups of {shards}"
         raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")
-    groups = sharing_groups(stage, processes // shards)
-    common = math.gcd(groups, stage.grad_accumulation)
-    return stage.batch_size * common // groups, stage.grad_accumulation // common
+    return processes // shards
 
 
 def sharing_groups(stage: Stage, groups: int) -> int:

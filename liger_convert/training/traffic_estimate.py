@@ -26,7 +26,7 @@ from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import MIXER_MODULE, head_dims, linear_layers, parameter_group
 from liger_convert.model.families import own_windows
-from liger_convert.training.batch_split import divides, sharing_groups, split_batch
+from liger_convert.training.batch_split import divides, sharing_groups, split_batch, whole_groups
 from liger_convert.utils.data_sheets import GPU_SPEEDS
 
 # Assumptions of `plan`, bytes or operations a second. The peak is that of dense bf16 products, the same on an H100. The
@@ -283,7 +283,7 @@ def estimate(
                 if needed_bandwidth(sum(of_others[way].values()), theirs) <= speed:
                     numbers[link] = groups * shards
     sizes = sent["whole"], sent.get("sharded", {}), sent.get("gathered", {})
-    spare = processes - sharing_groups(stage, processes // shards) * shards
+    spare = processes - sharing_groups(stage, whole_groups(processes, shards)) * shards
     return Traffic(computed, *sizes, bandwidth=needed, most=most, sharing=sharing * shards, spare=spare)
 
 

@@ -25,7 +25,7 @@ from liger_convert.mixers.base import Mixer
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
-from liger_convert.training.batch_split import sharing_groups, split_batch, steps_of
+from liger_convert.training.batch_split import sharing_groups, split_batch, steps_of, whole_groups
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.frozen import narrow_frozen, run_wide_experts_apart
 from liger_convert.training.gradient_averaging import are_alike, average_flats, average_gradients, begin_alike
@@ -153,7 +153,7 @@ class StageTrainer(Trainer):
     ):
         self.sequence, self.shards = sequence, 1 if sequence is None else sequence.size
         batch_size, grad_accumulation = split_batch(stage, processes, self.shards)
-        groups = processes // self.shards
+        groups = whole_groups(processes, self.shards)
         self.sharing = sharing_groups(stage, groups)
         steps = steps_of(stage, dataset)
         rates = stage.learning_rates.trained()

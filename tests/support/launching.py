@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from stages import folders
 from torch import Tensor
 
@@ -21,6 +23,15 @@ from liger_convert.training.merge import load_chain
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 SECONDS = 60  # that a launch may take once its processes have begun; a hung one fails its test
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As in a process that was launched, see `given_jobs`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -11,15 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from launching import SECONDS, distance, environment, learned, said, spread, stopped_when
+from launching import SECONDS, distance, environment, learned, one_thread, said, spread, stopped_when
 from layer_ranks import do
 from ranks import stage_of
 from runs import weights as run_weights
@@ -39,15 +37,6 @@ LENGTHS = {"mixed_seq_lens": [{"seq_len": 16, "fraction": 0.5}], "ema_length": 0
 ONE_TEXT = {"concat_documents": True}
 HIDDEN = {"hidden-0", "hidden-1", "hidden-2"}
 ALIKE = ("steps", "tokens", "epochs", "trained_parameters", "loss", "align_error", "files")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As in a process that was launched, see `given_jobs`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def launched(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

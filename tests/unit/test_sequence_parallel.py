@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, distance, learned, said, spread, told
+from launching import SECONDS, distance, learned, one_thread, said, spread, told
 from ranks import do
 from stages import make_stage
 from tiny import tiny_config
@@ -164,12 +164,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @functools.cache
     def trained(name: str) -> Any:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         case = {"fields": EVERY} | STAGES[name]
-        stats = do(job(folder / name, case))
-        do(job(folder / f"{name}-apart", case | {"fields": case["fields"] | {"batch": 1, "accumulation": 4}}))
-        torch.set_num_threads(threads)
+        with one_thread():
+            stats = do(job(folder / name, case))
+            do(job(folder / f"{name}-apart", case | {"fields": case["fields"] | {"batch": 1, "accumulation": 4}}))
         whole = learned(folder / name)
         return stats, whole, distance(learned(folder / f"{name}-apart"), whole)
 
@@ -225,10 +223,8 @@ def test_a_spare_group_of_shards_changes_nothing(one: Any, tmp_path: Path, name:
     jobs = [job(tmp_path / "shared", single, sequence_parallel=2)]
     jobs.append(job(tmp_path / "counts", single | {"spare_counts": True}, sequence_parallel=2))
     told(4, tmp_path, jobs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    do(job(tmp_path / "alone", single))
-    torch.set_num_threads(threads)
+    with one_thread():
+        do(job(tmp_path / "alone", single))
     alone, rounding = learned(tmp_path / "alone"), one(name)[2]
     assert distance(learned(tmp_path / "shared"), alone) < 100 * rounding
     if name == "align":

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, distance, environment, learned, spread, stopped_when, told, torchrun
+from launching import SECONDS, distance, environment, learned, one_thread, spread, stopped_when, told, torchrun
 from ranks import do
 from runs import write_home
 from safetensors.torch import load_file
@@ -39,16 +39,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Each kind of stage in one process, its statistics and what it learned, and how far rounding alone leads from
     there: the same rows of a step taken one by one, and in pairs."""
     found: dict[str, Any] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for name in KINDS:
-        out = tmp_path_factory.mktemp(name)
-        stats = do({"name": name, "out": out / "whole", "plain": True, "fields": EVERY})
-        apart = EVERY | {"batch": 1, "accumulation": 4}
-        do({"name": name, "out": out / "apart", "plain": True, "fields": apart})
-        whole = learned(out / "whole")
-        found[name] = stats, whole, distance(learned(out / "apart"), whole)
-    torch.set_num_threads(threads)
+    with one_thread():
+        for name in KINDS:
+            out = tmp_path_factory.mktemp(name)
+            stats = do({"name": name, "out": out / "whole", "plain": True, "fields": EVERY})
+            apart = EVERY | {"batch": 1, "accumulation": 4}
+            do({"name": name, "out": out / "apart", "plain": True, "fields": apart})
+            whole = learned(out / "whole")
+            found[name] = stats, whole, distance(learned(out / "apart"), whole)
     return found
 
 
@@ -63,19 +61,17 @@ def test_shared_weights_and_shared_rows_learn_what_one_process_does(tmp_path: Pa
         for name, options in WAYS.items()
     ]
     told(2, tmp_path, [*jobs, jobs[0] | {"out": f"{tmp_path}/same", "same_rows": True}])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for job in jobs:
-        alone = job | {"options": {}}
-        do(alone | {"out": tmp_path / "whole" / job["name"]})
-        do(alone | {"out": tmp_path / "apart" / job["name"], "fields": EVERY | {"batch": 1, "accumulation": 4}})
-        whole = learned(tmp_path / "whole" / job["name"])
-        rounding, away = (distance(learned(out), whole) for out in (tmp_path / "apart" / job["name"], job["out"]))
-        assert 0 < rounding < 1e-4, job["name"]
-        assert away < 100 * rounding, job["name"]  # Adam magnifies what is rounded in gradients near zero
-        if job is jobs[0]:
-            assert distance(learned(tmp_path / "same"), whole) > 1000 * rounding
-    torch.set_num_threads(threads)
+    with one_thread():
+        for job in jobs:
+            alone = job | {"options": {}}
+            do(alone | {"out": tmp_path / "whole" / job["name"]})
+            do(alone | {"out": tmp_path / "apart" / job["name"], "fields": EVERY | {"batch": 1, "accumulation": 4}})
+            whole = learned(tmp_path / "whole" / job["name"])
+            rounding, away = (distance(learned(out), whole) for out in (tmp_path / "apart" / job["name"], job["out"]))
+            assert 0 < rounding < 1e-4, job["name"]
+            assert away < 100 * rounding, job["name"]  # Adam magnifies what is rounded in gradients near zero
+            if job is jobs[0]:
+                assert distance(learned(tmp_path / "same"), whole) > 1000 * rounding
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +127,9 @@ def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) ->
         jobs[out] = {"name": name, "out": str(tmp_path / out), "fields": options, "plain": True}
     half = {"out": str(tmp_path / "half"), "options": {"precision": "bfloat16"}}
     jobs["half"] = jobs["align"] | half  # with frozen weights, which are then read from where the stage began
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for out, job in jobs.items():
-        do(job | {"out": tmp_path / f"{out}-one"})
-    torch.set_num_threads(threads)
+    with one_thread():
+        for out, job in jobs.items():
+            do(job | {"out": tmp_path / f"{out}-one"})
     wrong = [jobs["distill"] | {"out": str(tmp_path / f"distill-{how}"), how: True} for how in ("same_rows", "apart")]
     several = told(2, tmp_path, [job | {"replayed": True} for job in [*jobs.values(), *wrong]])
     for name in jobs:

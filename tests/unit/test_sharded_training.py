@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import distance, learned, told
+from launching import distance, learned, one_thread, told
 from peaks import TOLD
 from ranks import do
 from safetensors.torch import load_file
@@ -84,11 +84,9 @@ def changes(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Any:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

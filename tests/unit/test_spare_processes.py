@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from launching import distance, learned, told
+from launching import distance, learned, one_thread, told
 from ranks import do
 from stages import make_stage
 
@@ -31,20 +30,18 @@ def test_a_spare_process_changes_nothing(tmp_path: Path) -> None:
     jobs = [common | job | {"out": f"{tmp_path}/{name}"} for name, job in SPARE.items()]
     wrong = [job | {"out": f"{job['out']}-counts", "spare_counts": True} for job in jobs]
     several = told(3, tmp_path, [*jobs, *wrong])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for job in jobs:
         kind = job["name"]
         alone = {"name": kind, **common}
-        stats = do(alone | {"out": tmp_path / "whole" / kind})
-        do(alone | {"out": tmp_path / "apart" / kind, "fields": EVERY | {"batch": 1, "accumulation": 4}})
+        with one_thread():
+            stats = do(alone | {"out": tmp_path / "whole" / kind})
+            do(alone | {"out": tmp_path / "apart" / kind, "fields": EVERY | {"batch": 1, "accumulation": 4}})
         whole = learned(tmp_path / "whole" / kind)
         rounding = distance(learned(tmp_path / "apart" / kind), whole)
         assert 0 < rounding < 1e-4, kind
         assert distance(learned(job["out"]), whole) < 10 * rounding, kind
         assert [loss for _, loss in several[kind]["loss"]] == pytest.approx([x for _, x in stats["loss"]], rel=1e-4)
         assert distance(learned(f"{job['out']}-counts"), whole) > 1000 * rounding, kind
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
