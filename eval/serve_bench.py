@@ -2,8 +2,9 @@
 
 python eval/serve_bench.py --shape llama-3-8b --tokenizer FOLDER --case 1024,256,128,64 --case 16384,256,32,16
 
-A case is the tokens of a prompt, those of its answer, the number of requests, and how many run at the same time. Each
-model has a server of its own, one after the other, and loads weights that vLLM makes up: only configs are written.
+A case is the tokens of a prompt, those of its answer, the number of requests, and how many run at the same time. A
+fifth number, such as 0.5, makes prompts of half to one and a half times that length. Each model has a server of its
+own, one after the other, and loads weights that vLLM makes up: only configs are written.
 Prints output tokens per second, and the medians of the time to the first token (TTFT) and of the time per further
 token (TPOT), and no figures of a run in which a request failed. It needs an environment with vLLM (docs/serving.md).
 """
@@ -37,19 +38,24 @@ serve.main(parser.parse_args())
 
 
 class Case(NamedTuple):
-    """Tokens of a prompt and of an answer, the number of requests, and how many run at the same time."""
+    """Tokens of a prompt and of an answer, the number of requests, and how many run at the same time.
+
+    spread: by which fraction prompts may be shorter or longer than `prompt`.
+    """
 
     prompt: int
     answer: int
     requests: int
     concurrency: int
+    spread: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From four positive integers between commas. Raises ValueError for anything else."""
-        case = cls(*(int(part) for part in text.split(",")))
-        if min(case) < 1:
-            raise ValueError("a case has four positive numbers")
+        """From four positive integers between commas, and perhaps a spread. Raises ValueError for anything else."""
+        numbers, spread = text.split(",")[:4], text.split(",")[4:]
+        case = cls(*map(int, numbers), *map(float, spread))
+        if min(case[:4]) < 1 or not 0 <= case.spread < 1:
+            raise ValueError("a case has four positive numbers, and a spread of at least 0 and below 1")
         return case
 
 
@@ -124,6 +130,7 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, 
     command = [sys.executable, "-c", BENCH, "--backend", "openai"]
     command += ["--port", str(options.port), "--model", NAME, "--tokenizer", str(options.tokenizer)]
     command += ["--dataset-name", "random", "--random-input-len", str(case.prompt)]
+    command += ["--random-range-ratio", json.dumps({"input": case.spread, "output": 0})]
     command += ["--random-output-len", str(case.answer), "--num-prompts", str(case.requests), "--ignore-eos"]
     warmups = case.concurrency if options.warmups is None else options.warmups
     command += ["--max-concurrency", str(case.concurrency), "--num-warmups", str(warmups)]
@@ -147,8 +154,10 @@ def check(found: dict[str, Any], case: Case) -> None:
 
 def row(kind: str, case: Case, found: dict[str, Any]) -> str:
     figures = found["output_throughput"], found["median_ttft_ms"], found["median_tpot_ms"]
-    words = [kind, *(f"{n:,}" for n in case), f"{figures[0]:,.0f}", *(f"{figure:,.1f}" for figure in figures[1:])]
-    return "| " + " | ".join(words) + " |"
+    prompt = f"{case.prompt:,} ± {case.spread:.0%}" if case.spread else f"{case.prompt:,}"
+    counts = [f"{n:,}" for n in (case.answer, case.requests, case.concurrency)]
+    times = [f"{figure:,.1f}" for figure in figures[1:]]
+    return "| " + " | ".join([kind, prompt, *counts, f"{figures[0]:,.0f}", *times]) + " |"
 
 
 def main() -> None:
