@@ -45,6 +45,7 @@ OFTEN = 4  # times that a text may be read: so far it is nearly as good as new t
 REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
 UNKNOWN = 0.05  # fraction of the tokens that the tokenizer cannot read
 FEW = 0.01  # fraction of the tokens that have context beyond the window
+SHORT = 0.1  # the same where documents are concatenated: .01 has lost recall from far back, .75 has not (eval/LOG.md)
 SILENT = 0.75  # fraction of the rows that hold no response
 SPARSE = 6  # with fewer than one softmax layer in so many, only `copy` has chosen those of recall (eval/LOG.md)
 TOKENS = 2  # how many the rehearsal generates
@@ -111,9 +112,10 @@ def check_documents(
     recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
 ) -> list[str]:
     """Warnings about rows that are left out or weighted, tools and roles that no template shows, text that the
-    tokenizer cannot read, documents that never leave the window, and sources that are read many times. unknown: the id
-    of the tokenizer's unknown token, if it has one. Raises BadInput where no document of a stage leaves the window."""
-    warnings = []
+    tokenizer cannot read, documents that never or seldom leave the window, and sources that are read many times.
+    unknown: the id of the tokenizer's unknown token, if it has one. Raises BadInput where no document of a stage leaves
+    the window."""
+    warnings, short, reach = [], set[str](), reaches(plan.linearization)
 
     def found(name: str) -> tuple[list[int], int]:
         """The sizes of a source's documents, and its tokens. All that the base writes are of one size."""
@@ -161,19 +163,30 @@ def check_documents(
                 for name in stage.sources
                 if (share := _without_response(documents(name).train, stage.seq_len)) > SILENT
             ]
-        if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
+        if not _trains_mixers(stage) or not reach:
+            continue
+        beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, (sizes, _) in sources.items())
+        if stage.concat_documents and beyond < SHORT and (names := " and ".join(sources)) not in short:
+            short.add(names)
+            told = f"only {beyond:.1%} of the tokens of {names} have context of their own document beyond the window"
+            why = "memories trained on such text have lost recall from far back in our runs"
+            warnings.append(f"stages[{i}].data: {told}, and {why}; give longer documents, or mix them in")
+        if stage.concat_documents or stage.copy_fraction:
             continue
         cut = {name: [min(size, stage.seq_len) for size in sizes] for name, (sizes, _) in sources.items()}
         names, longest = " and ".join(cut), max(max(sizes) for sizes in cut.values())
         said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
         if longest < stage.seq_len:  # else the rows have been told
             warnings += _check_reach(recipe, stage, said, longest, plan)
-        reach = reaches(plan.linearization)
-        beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, sizes in cut.items()) if reach else 1
+        beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, sizes in cut.items())
         if 0 < beyond < FEW:
             told = f"only {beyond:.2%} of the tokens of {names} have any context beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these only, so give longer documents")
     return warnings
+
+
+def _trains_mixers(stage: Stage) -> bool:
+    return "mixer" in stage.learning_rates.trained()
 
 
 def _without_response(documents: Sequence[Document], seq_len: int) -> float:
@@ -344,7 +357,7 @@ def _check_reach(recipe: Recipe, stage: Stage, said: str, length: int, plan: Pla
     read. The layers of `layers.long_windows` are left to stages with longer rows."""
     left = None if recipe.long_windows is None else LONG
     reach = reaches(plan.linearization | {"layers": [name for name in plan.layers if name != left]})
-    if "mixer" not in stage.learning_rates.trained() or not reach or length > max(reach):
+    if not _trains_mixers(stage) or not reach or length > max(reach):
         return []
     if length <= min(reach):
         why = f"{said} never reach beyond the window and its sinks ({min(reach)} tokens), so no memory is learned"

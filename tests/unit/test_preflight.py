@@ -227,7 +227,14 @@ def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: A
     short = "data.short={source: file, path: short.jsonl}"
     says = "documents of short, of at most 7 tokens, never reach beyond the window and its sinks (10 tokens)"
     refused(words(short, "stages[0].data=short"), capsys, f"stages[0].data: {says}")
-    assert warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys) == []
+    (said,) = warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys)
+    assert "stages[0].data: only 0.0% of the tokens of short have context of their own document beyond the win" in said
+
+
+def test_concatenated_documents_of_which_enough_leave_the_window_are_no_warning(home: Path, capsys: Any) -> None:
+    lines(home / "mixed.jsonl", [{"text": f"beer {i:02}"} for i in range(60)] + [{"text": "x" * 80}])
+    mixed = ["data.mixed={source: file, path: mixed.jsonl}", "stages[0].data=mixed", "stages[0].concat_documents=true"]
+    assert warned(words(*mixed), capsys) == []
 
 
 def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
