@@ -115,74 +115,102 @@ def check_documents(
     tokenizer cannot read, documents that never or seldom leave the window, and sources that are read many times.
     unknown: the id of the tokenizer's unknown token, if it has one. Raises BadInput where no document of a stage leaves
     the window."""
-    warnings, short, reach = [], set[str](), reaches(plan.linearization)
-
-    def found(name: str) -> tuple[list[int], int]:
-        """The sizes of a source's documents, and its tokens. All that the base writes are of one size."""
-        if name in recipe.teachers:
-            source = recipe.teachers[name]
-            number = source.documents - source.held_out_documents
-            return [source.document_tokens], number * source.document_tokens
-        sizes = [len(document.ids) for document in documents(name).train]
-        return sizes, sum(sizes)
-
-    for name in sorted({name for stage in plan.recipe_stages for name in stage.sources} - recipe.teachers.keys()):
-        read = documents(name)
-        if read.skipped:
-            rows = len(read.train) + len(read.held_out) + read.skipped
-            why = ", or no question with an answer to learn" if recipe.data[name].has_responses else ""
-            warnings.append(f"data.{name}: {read.skipped:,} of {rows:,} rows have no text{why}")
-        if read.weighted:
-            rows = len(read.train) + len(read.held_out)
-            said = f"{read.weighted:,} of {rows:,} rows have a weight of their own, but all rows count alike"
-            warnings.append(f"data.{name}: {said}; leave out rows that should not count, or remove the field weight")
-        if read.hides_tools:
-            said = "its rows have tools, but the base's chat template does not show them"
-            warnings.append(f"data.{name}: {said}, so the model learns to call what it was not told of")
-        if read.hidden_roles:
-            roles = " and ".join(sorted(read.hidden_roles))
-            said = f"the base's chat template does not show messages of the role {roles}"
-            warnings.append(f"data.{name}: {said}, so the model learns to answer what it was not told of")
-        if unknown is not None and (share := _share_of(unknown, read.train)) > UNKNOWN:
-            said = (
-                f"{share:.0%} of its tokens are the unknown token of the base's tokenizer, which cannot read this text"
-            )
-            warnings.append(f"data.{name}: {said}; give text in a language that the base knows")
+    read = {name for stage in plan.recipe_stages for name in stage.sources} - recipe.teachers.keys()
+    warnings = [
+        f"data.{name}: {said}"
+        for name in sorted(read)
+        for said in _about_rows(documents(name), recipe.data[name].has_responses, unknown)
+    ]
+    short: set[str] = set()
     for i, stage in enumerate(plan.recipe_stages):
-        sources = {name: found(name) for name in stage.sources}
-        for name, (_, tokens) in sources.items():
-            times = stage.sources[name] * stage.tokens / max(tokens, 1)
-            if times > (OFTEN if len(sources) > 1 else REPEATS):
-                said = f"{name} has {tokens:,} tokens, so the stage reads it {times:,.1f} times"
-                instead = "a smaller fraction" if len(sources) > 1 else "the stage fewer tokens"
-                warnings.append(f"stages[{i}].{stage.where(name)}: {said}; give it more text or {instead}")
+        where, sizes = f"stages[{i}]", {name: _sizes(recipe, documents, name) for name in stage.sources}
+        warnings += _about_repeats(stage, where, sizes)
         if stage.responses_only:
             warnings += [
-                f"stages[{i}].{stage.where(name)}: {share:.0%} of the rows of {stage.seq_len:,} tokens of {name} hold "
+                f"{where}.{stage.where(name)}: {share:.0%} of the rows of {stage.seq_len:,} tokens of {name} hold "
                 "no response, and nothing is learned from them; give longer rows or chats with shorter questions"
                 for name in stage.sources
                 if (share := _without_response(documents(name).train, stage.seq_len)) > SILENT
             ]
-        if not _trains_mixers(stage) or not reach:
+        if not _trains_mixers(stage) or not (reach := reaches(plan.linearization)):
             continue
-        beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, (sizes, _) in sources.items())
-        if stage.concat_documents and beyond < SHORT and (names := " and ".join(sources)) not in short:
+        if not stage.concat_documents and not stage.copy_fraction:
+            warnings += _about_reach(recipe, stage, where, sizes, plan)
+        names = " and ".join(sizes)
+        beyond = _beyond(stage, sizes, min(reach))
+        if stage.concat_documents and beyond < SHORT and names not in short:
             short.add(names)
             told = f"only {beyond:.1%} of the tokens of {names} have context of their own document beyond the window"
             why = "memories trained on such text have lost recall from far back in our runs"
-            warnings.append(f"stages[{i}].data: {told}, and {why}; give longer documents, or mix them in")
-        if stage.concat_documents or stage.copy_fraction:
-            continue
-        cut = {name: [min(size, stage.seq_len) for size in sizes] for name, (sizes, _) in sources.items()}
-        names, longest = " and ".join(cut), max(max(sizes) for sizes in cut.values())
-        said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
-        if longest < stage.seq_len:  # else the rows have been told
-            warnings += _check_reach(recipe, stage, said, longest, plan)
-        beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, sizes in cut.items())
-        if 0 < beyond < FEW:
-            told = f"only {beyond:.2%} of the tokens of {names} have any context beyond the window"
-            warnings.append(f"stages[{i}].data: {told}; the memory learns from these only, so give longer documents")
+            warnings.append(f"{where}.data: {told}, and {why}; give longer documents, or mix them in")
     return warnings
+
+
+def _sizes(recipe: Recipe, documents: Callable[[str], Documents], name: str) -> list[int]:
+    """The number of tokens of each document of a source that is trained on."""
+    if name in recipe.teachers:
+        source = recipe.teachers[name]
+        return [source.document_tokens] * (source.documents - source.held_out_documents)
+    return [len(document.ids) for document in documents(name).train]
+
+
+def _about_rows(read: Documents, has_responses: bool, unknown: int | None) -> list[str]:
+    """What is to be said about the rows of a source."""
+    found, rows = [], len(read.train) + len(read.held_out)
+    if read.skipped:
+        why = ", or no question with an answer to learn" if has_responses else ""
+        found.append(f"{read.skipped:,} of {rows + read.skipped:,} rows have no text{why}")
+    if read.weighted:
+        said = f"{read.weighted:,} of {rows:,} rows have a weight of their own, but all rows count alike"
+        found.append(f"{said}; leave out rows that should not count, or remove the field weight")
+    if read.hides_tools:
+        said = "its rows have tools, but the base's chat template does not show them"
+        found.append(f"{said}, so the model learns to call what it was not told of")
+    if read.hidden_roles:
+        roles = " and ".join(sorted(read.hidden_roles))
+        said = f"the base's chat template does not show messages of the role {roles}"
+        found.append(f"{said}, so the model learns to answer what it was not told of")
+    if unknown is not None and (share := _share_of(unknown, read.train)) > UNKNOWN:
+        said = f"{share:.0%} of its tokens are the unknown token of the base's tokenizer, which cannot read this text"
+        found.append(f"{said}; give text in a language that the base knows")
+    return found
+
+
+def _about_repeats(stage: Stage, where: str, sizes: Mapping[str, list[int]]) -> list[str]:
+    """A warning for each source that the stage reads so often that reading it again is worth little."""
+    warnings = []
+    for name, tokens in ((name, sum(of_source)) for name, of_source in sizes.items()):
+        times = stage.sources[name] * stage.tokens / max(tokens, 1)
+        if times > (OFTEN if len(sizes) > 1 else REPEATS):
+            said = f"{name} has {tokens:,} tokens, so the stage reads it {times:,.1f} times"
+            instead = "a smaller fraction" if len(sizes) > 1 else "the stage fewer tokens"
+            warnings.append(f"{where}.{stage.where(name)}: {said}; give it more text or {instead}")
+    return warnings
+
+
+def _about_reach(recipe: Recipe, stage: Stage, where: str, sizes: Mapping[str, list[int]], plan: Plan) -> list[str]:
+    """Warnings about documents of rows of their own that never or seldom leave the window. Raises BadInput where none
+    does."""
+    warnings = []
+    cut = {name: [min(size, stage.seq_len) for size in of_source] for name, of_source in sizes.items()}
+    names, longest = " and ".join(cut), max(max(of_source) for of_source in cut.values())
+    if longest < stage.seq_len:  # else the rows have been told
+        said = f"{where}.data: documents of {names}, of at most {longest} tokens,"
+        warnings += _check_reach(recipe, stage, said, longest, plan)
+    beyond = _beyond(stage, cut, min(reaches(plan.linearization)))
+    if 0 < beyond < FEW:
+        told = f"only {beyond:.2%} of the tokens of {names} have any context beyond the window"
+        warnings.append(f"{where}.data: {told}; the memory learns from these only, so give longer documents")
+    return warnings
+
+
+def _beyond(stage: Stage, sizes: Mapping[str, list[int]], window: int) -> float:
+    """The fraction of a stage's tokens with context of their own document beyond the window. sizes: of the documents
+    of each of its sources."""
+    return sum(
+        stage.sources[name] * sum(max(0, size - window) for size in of_source) / max(sum(of_source), 1)
+        for name, of_source in sizes.items()
+    )
 
 
 def _trains_mixers(stage: Stage) -> bool:
@@ -229,11 +257,6 @@ def _unknown_token(tokenizer: Any) -> int | None:
     """The id of what a tokenizer writes for what it cannot read; None where that also begins, ends or pads a text."""
     unknown: int | None = tokenizer.unk_token_id
     return unknown if unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) else None
-
-
-def _beyond(sizes: Sequence[int], window: int) -> float:
-    """The fraction of the tokens of documents of these sizes that have context beyond the window."""
-    return sum(max(0, size - window) for size in sizes) / max(sum(sizes), 1)
 
 
 def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
