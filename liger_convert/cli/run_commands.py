@@ -90,6 +90,7 @@ def plan(
     from liger_convert.io.checkpoint import base_config, locate_base, stored_dtype
     from liger_convert.io.weight_scale import weight_scale
     from liger_convert.pipeline.plan import make_plan
+    from liger_convert.pipeline.plan_tables import render
     from liger_convert.pipeline.preflight import check_recipe
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
@@ -99,6 +100,6 @@ def plan(
         scale, stored = weight_scale(folder), stored_dtype(folder)
     made = make_plan(loaded, config, processes=gpus, scale=scale, stored=stored)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite), gpus)
-    show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
+    show(render(made), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

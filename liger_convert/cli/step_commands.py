@@ -98,6 +98,7 @@ def convert(
     Example: linearize convert HuggingFaceTB/SmolLM2-135M-Instruct out --mixer gla --window 64 --sinks 4 --layers LLLN
     """
     from liger_convert.cli.commands import convert_base
+    from liger_convert.pipeline.plan_tables import render
 
     made = convert_base(
         base,
@@ -113,7 +114,7 @@ def convert(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
-    stdout().print(made.render())
+    stdout().print(render(made))
 
 
 def calibrate(

@@ -7,15 +7,11 @@ GPUs send each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Group
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from liger_convert.config.names import LONG, MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
@@ -33,7 +29,6 @@ from liger_convert.training.memory_estimate import (
     count,
     inference_bytes,
 )
-from liger_convert.training.traffic_estimate import ASSUMED
 from liger_convert.utils.device import compute_dtype, named_device, pick_device
 from liger_convert.utils.errors import BadInput
 
@@ -165,67 +160,6 @@ class Plan:
         if LONG in self.layers:
             found["long_windows"] = self.undecided_windows or self.named_windows
         return {"layers": found}
-
-    def render(self) -> Group:
-        """The plan as tables for a terminal."""
-        layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
-        rest = [i for i in range(len(self.layers)) if self.layers[i] != SOFTMAX or i not in self.sliding]
-        for name in dict.fromkeys(self.layers[i] for i in rest):
-            of_name = [i for i in rest if self.layers[i] == name]
-            where = _ranges(of_name)
-            yet_to_choose = {SOFTMAX: self.undecided, LONG: self.undecided_windows}
-            if yet_to_choose.get(name, self.undecided or self.undecided_windows):
-                where = f"{len(of_name)} of {len(rest)}, chosen by measurement in the run"
-            if name == SOFTMAX:
-                layers.add_row(where, "softmax attention, unchanged", "", "", "")
-                continue
-            spec = self.linearization["mixers"][name]
-            kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
-            layers.add_row(where, kind, str(spec["window"] or "all"), str(spec["sinks"]), MIXERS[spec["type"]].summary)
-        kept = [i for i in self.sliding if i not in rest]
-        for window in sorted({self.sliding_windows[i] or 0 for i in kept}):
-            where = _ranges([i for i in kept if self.sliding_windows[i] == window])
-            layers.add_row(where, "the base's own sliding window, unchanged", str(window), "", "none: it does not grow")
-        sizes = Table("", "", title="sizes", show_header=False)
-        sizes.add_row("parameters reused from the base", f"{count(self.reused_parameters):,}")
-        sizes.add_row("new parameters", f"{count(self.new_parameters):,}")
-        sizes.add_row("state of one sequence", decimal(self.state_bytes))
-        if self.growing_bytes:
-            sizes.add_row("plus, per token, what unlimited windows keep", decimal(self.growing_bytes))
-        cache = Table("tokens", "base", "linearized", "ratio", title="cache of one sequence")
-        if self.context is not None and self.context < CONTEXTS[-1]:
-            cache.caption = f"the base supports {self.context:,} tokens"
-        for n in self.lengths:
-            base, ours = self.kv_bytes(n), self.cache_bytes(n)
-            cache.add_row(_tokens(n), decimal(base), decimal(ours), f"{base / ours:.1f}x")
-        tables = [layers, sizes, cache]
-        if self.teacher_tokens:
-            writing = Table("source", "tokens", title="data, written by the base")
-            for name, tokens in self.teacher_tokens.items():
-                writing.add_row(name, f"{tokens:,}")
-            tables.append(writing)
-        if self.stages:
-            training = Table("stage", "tokens", "of", "trained parameters", title="training")
-            for stage in self.stages:
-                training.add_row(stage.kind, f"{stage.tokens:,}", _shares(stage.sources), f"{stage.trained:,}")
-            tables.append(training)
-        memory = Table("step", "peak", *(["weights sharded"] if self.sharded_bytes else []), title="estimated memory")
-        for step, size in self.memory_bytes.items():
-            shared = [decimal(self.sharded_bytes[step])] if step in self.sharded_bytes else []
-            memory.add_row(step, decimal(size), *shared)
-        room = Table("step", "writes", title="estimated disk use")
-        for step, size in self.disk_bytes.items():
-            room.add_row(step, decimal(size))
-        room.add_row("peak", decimal(self.disk_peak))
-        for table in (*tables[1:], memory, room):
-            for column in table.columns[1:]:
-                column.justify = "left" if column.header == "of" else "right"
-        without = Text(f"estimated for {self.memory_for}; what the interpreter itself takes is not counted")
-        traffic = [Text(f"{stage.kind}: {stage.traffic.line()}") for stage in self.stages if stage.traffic is not None]
-        if traffic:
-            traffic.insert(0, Text(f"traffic of a GPU in a step, {ASSUMED}:"))
-        fitted = [Text(f"adapted to this base: {sentence}") for sentence in self.adapted]
-        return Group(*tables, memory, without, room, *traffic, *fitted)
 
 
 def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
@@ -448,25 +382,3 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
     # 8 bytes each: the position of a sink; the count of tokens seen
     sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
     return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.cached_states(options, dims).values())
-
-
-def _shares(sources: Mapping[str, float]) -> str:
-    """`text`, or `chat 20 %, text 80 %`."""
-    if len(sources) == 1:
-        return next(iter(sources))
-    return ", ".join(f"{name} {100 * fraction:g} %" for name, fraction in sources.items())
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,}" if count % 1024 else f"{count // 1024}K"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`0-2, 4, 6-9`: ascending numbers, with consecutive ones joined."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

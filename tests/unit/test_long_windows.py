@@ -22,6 +22,7 @@ from liger_convert.model.loading import linearize_base
 from liger_convert.pipeline import layer_selection, single_steps, window_selection
 from liger_convert.pipeline.layer_selection import make_switch
 from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.pipeline.plan_tables import render
 from liger_convert.utils.errors import BadInput
 
 L, N, LONG = "main", "softmax", "long"
@@ -116,7 +117,7 @@ def test_the_plan_says_what_the_run_has_yet_to_choose() -> None:
         made = make_plan(recipe(layers), config)
         assert made.to_dict()["linearization"]["layers"] == said
         console = Console(width=160, file=io.StringIO(), record=True)
-        console.print(made.render())
+        console.print(render(made))
         assert "1 of 6, chosen by measurement in the run" in console.export_text()
 
 

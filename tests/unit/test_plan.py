@@ -24,6 +24,7 @@ from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
 from liger_convert.model.families import FAMILIES, family_of
 from liger_convert.pipeline.plan import make_plan
+from liger_convert.pipeline.plan_tables import render
 from liger_convert.pipeline.preflight import wider_windows
 from liger_convert.utils.errors import BadInput
 
@@ -104,7 +105,7 @@ def test_the_plan_says_which_layers_have_a_window_of_the_bases_own(family, expec
     made = plan(family)
     assert made.layers == expected
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.render())
+    console.print(render(made))
     rows = [line for line in console.export_text().splitlines() if "own sliding" in line]
     assert [[cell.strip() for cell in row.split("│")[1:4]] for row in rows] == ([says] if says else [])
 
@@ -131,7 +132,7 @@ def test_a_choice_by_measurement_counts_the_layers_that_see_all_tokens():
     made = make_plan(recipe(layers={"softmax_auto": 1}), config)
     assert (made.undecided, made.layers) == (1, [N, L, N, L, N, N])
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.render())
+    console.print(render(made))
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "chosen by" in line]
     assert rows == ["2 of 3, chosen by measurement in the run", "1 of 3, chosen by measurement in the run"]
 
@@ -218,7 +219,7 @@ def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
     for tokens in (10, 60):
         assert made.cache_bytes(tokens) == cache_bytes(model, tokens)
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.render())
+    console.print(render(made))
     assert "plus, per token" in console.export_text()
 
 
@@ -236,7 +237,7 @@ def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
 def test_cache_sizes_are_shown_up_to_the_bases_context(context, rows, says):
     made = make_plan(recipe(), tiny_config("llama", max_position_embeddings=context))
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.render())
+    console.print(render(made))
     text = console.export_text()
     table = text.partition("cache of one sequence")[2].partition("└")[0].splitlines()
     assert [line.split("│")[1].strip() for line in table if "│" in line] == rows
@@ -341,13 +342,13 @@ def test_text_that_the_base_will_write_is_counted():
     made = plan(data={"own": own, "text": {"source": "pydoc"}})
     assert made.to_dict()["teacher_tokens"] == {"own": 999_900}
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.render())
+    console.print(render(made))
     assert "999,900" in console.export_text()
 
 
 def test_a_plan_is_easy_to_read_on_80_columns():
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(plan().render())
+    console.print(render(plan()))
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert "estimated memory" in lines
     counts = [line.split("│")[2] for line in lines if " parameters " in line]
@@ -356,7 +357,7 @@ def test_a_plan_is_easy_to_read_on_80_columns():
 
 def test_equal_layers_share_a_row():
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7)).render())
+    console.print(render(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7))))
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "attention" in line]
     assert rows == ["0-1, 3-4, 6", "2, 5"]
 
@@ -365,7 +366,7 @@ def test_layers_that_a_run_will_choose_are_counted_and_not_named():
     made, decided = plan(layers={"softmax_auto": 1}), plan(layers="LNL")
     assert made.to_dict()["linearization"]["layers"] == {"softmax_auto": 1}
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.render())
+    console.print(render(made))
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "attention" in line]
     assert rows == ["2 of 3, chosen by measurement in the run", "1 of 3, chosen by measurement in the run"]
     same = ("parameters", "state_bytes", "cache_bytes", "memory_bytes")

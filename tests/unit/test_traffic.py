@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from liger_convert.config.recipe import parse
 from liger_convert.io.checkpoint import load_config
 from liger_convert.pipeline.plan import make_plan
+from liger_convert.pipeline.plan_tables import render
 from liger_convert.training import traffic_estimate
 from liger_convert.training.sharding import without_weights
 from liger_convert.training.student import count_adapters
@@ -146,6 +147,6 @@ def test_a_plan_tells_the_traffic_of_each_stage_of_several_processes() -> None:
     told = json.loads(json.dumps(shared.to_dict()))["stages"]
     assert [stage["traffic"]["whole"]["gradients"] for stage in told] == [4 * stage.trained for stage in shared.stages]
     said = Console(width=10_000, file=io.StringIO(), record=True)
-    said.print(shared.render())
+    said.print(render(shared))
     lines = [line for line in said.export_text().splitlines() if "TFLOP. Whole weights: sends" in line]
     assert [line.split(":")[0] for line in lines] == ["align", "finetune"]
