@@ -238,26 +238,36 @@ class LayerwiseStage:
         before, few = self._states(number, stack), self._few_states(number, stack)
         after = None if is_last or self.is_spare else self._states(number + 1, stack)
         stack.enter_context(self.base.layer(number))
-        positions_BT = collate([self.dataset.whole(i) for i in range(self.few)])["position_ids"].to(self.device)
-
-        def few_targets() -> tuple[AlignTargets, Tensor]:
-            with autocast(self.device, self.dtype):
-                return self.base.targets(few.read(0, self.few), positions_BT, number)
-
         if not is_last and self.is_first:
             following = self._few_states(number + 1, stack)
-            following.write(0, few_targets()[1])
+            following.write(0, self._few_targets(number, few)[1])
             following.flush()
-        if number not in self.linear:
-            if after is None:
-                return
-            with autocast(self.device, self.dtype):
-                for at, batch in enumerate(self._batches()):
-                    x_BTC = read_batch(before, self.batches, at).view(*batch["input_ids"].shape, -1)
-                    after.write(self.batches[at].start, self.base.run(x_BTC, batch["position_ids"]))
-                    self._report(number, at * self.steps // len(self.batches), "softmax")
-            after.flush()
-            return
+        if number in self.linear:
+            self._train(number, state, before, few, after)
+        elif after is not None:
+            self._run_softmax(number, before, after)
+
+    def _few_targets(self, number: int, few: HiddenStates) -> tuple[AlignTargets, Tensor]:
+        """What the layer is to give for the rows by which its error is measured, and the inputs of the next layer."""
+        with autocast(self.device, self.dtype):
+            return self.base.targets(few.read(0, self.few), self._few_positions(), number)
+
+    def _few_positions(self) -> Tensor:
+        return collate([self.dataset.whole(i) for i in range(self.few)])["position_ids"].to(self.device)
+
+    def _run_softmax(self, number: int, before: HiddenStates, after: HiddenStates) -> None:
+        """Writes what a layer that stays softmax makes of the rows."""
+        with autocast(self.device, self.dtype):
+            for at, batch in enumerate(self._batches()):
+                x_BTC = read_batch(before, self.batches, at).view(*batch["input_ids"].shape, -1)
+                after.write(self.batches[at].start, self.base.run(x_BTC, batch["position_ids"]))
+                self._report(number, at * self.steps // len(self.batches), "softmax")
+        after.flush()
+
+    def _train(
+        self, number: int, state: _State, before: HiddenStates, few: HiddenStates, after: HiddenStates | None
+    ) -> None:
+        """Trains a linear layer, and writes what the base's layer makes of the rows. Adds to `state`."""
         checkpoints = self.work / "checkpoints"
         last = processes.from_first(self._last_checkpoint)
         student = self._student(number, state)
@@ -266,7 +276,8 @@ class LayerwiseStage:
 
         def error() -> float:
             with torch.no_grad(), autocast(self.device, self.dtype), torch.compiler.set_stance("force_eager"):
-                return float(student.eval()(align=few_targets()[0], position_ids=positions_BT).loss)
+                targets = self._few_targets(number, few)[0]
+                return float(student.eval()(align=targets, position_ids=self._few_positions()).loss)
 
         taken = 0 if last is None else step_of(checkpoints / last) * len(self.batches) // self.steps
         objective = LayerObjective(self.base, number, len(self.linear), before, after, self.batches, taken)
