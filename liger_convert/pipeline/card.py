@@ -14,6 +14,7 @@ from liger_convert import __version__
 from liger_convert.config import yaml_file
 from liger_convert.io.checkpoint import LICENSES
 from liger_convert.io.files import atomic_write
+from liger_convert.mixers.reach import reaches
 from liger_convert.model import linear_layers
 from liger_convert.pipeline.quantization_report import rows
 from liger_convert.utils.errors import BadInput
@@ -24,14 +25,22 @@ MOST = 2**20  # characters that are read of a card to find its front matter
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FIGURES = "## What it is worth\n"  # the heading of the same section of report.md
 LICENSE = "## License\n"
+# by whether a mixer has a memory, and whether every window is limited
+REPLACEMENTS = {
+    (True, True): "a recurrent memory and a sliding window",
+    (True, False): "a recurrent memory and a sliding window, or by other attention over all tokens",
+    (False, True): "a sliding window",
+    (False, False): "other attention over all tokens",
+}
 
 BODY = jinja2.Template(
     """\
 # {{ title }}, linearized
 
 {{ linear }} of the {{ layers }} attention layers
-{%- if base %} of [{{ base }}](https://huggingface.co/{{ base }}){% endif %} are replaced by a gated recurrent memory
-{%- if constant %} and a sliding window: their cache has the same size at any length
+{%- if base %} of [{{ base }}](https://huggingface.co/{{ base }}){% endif %}
+{{- " is" if linear == 1 else " are" }} replaced by {{ replacement }}
+{%- if constant %}: {{ "its" if linear == 1 else "their" }} cache has the same size at any length
 {%- if linear < layers %}, while the other layers keep their softmax attention{% endif %}{% endif %}.
 Made by liger-convert {{ version }}.
 
@@ -94,6 +103,7 @@ def write_card(
     files = sorted({path.name for pattern in LICENSES for path in folder.glob(pattern)})
     license = base_license(base_dir, files)
     mixers = {mixer for mixer in config.linearization["layers"] if mixer in config.linearization["mixers"]}
+    constant = all(config.linearization["mixers"][mixer]["window"] for mixer in mixers)
     front = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -108,7 +118,8 @@ def write_card(
         base=hub_base,
         linear=len(linear_layers(config)),
         layers=config.num_hidden_layers,
-        constant=all(config.linearization["mixers"][mixer]["window"] for mixer in mixers),
+        constant=constant,
+        replacement=REPLACEMENTS[bool(reaches(config.linearization)), constant],
         version=__version__,
         license_heading=LICENSE,
         license=None if said == "other" else ", ".join([said] if isinstance(said, str) else said or []),

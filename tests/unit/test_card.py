@@ -87,6 +87,23 @@ def test_a_card_names_a_base_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFi
     assert "while the other layers keep their softmax attention" in card.text
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "3 of the 3 attention layers are replaced by a recurrent memory and a sliding window: their cache has"),
+        (["--layers", "[softmax, main, softmax]"], "1 of the 3 attention layers is replaced by a recurrent memory and"),
+        (["--mixer", "window"], "are replaced by a sliding window: their cache has the same size at any length.\n"),
+        (["--mixer", "forgetting"], "are replaced by other attention over all tokens.\n"),
+    ],
+)
+def test_a_card_says_what_replaces_attention(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = folder().parent / "base"
+    assert main.main(["convert", str(base), str(tmp_path / "model"), *options]) == 0
+    assert says in exported(capsys, tmp_path / "out", model=tmp_path / "model").text
+
+
 def test_a_card_names_no_place_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card = exported(capsys, tmp_path / "out", "--base", str(folder("hybrid").parent / "base"))
     assert card.data.base_model is None
