@@ -137,6 +137,11 @@ def test_a_terminal_that_knows_only_ascii_is_no_failure(words):
     assert found.stdout.isascii()
 
 
+def test_errors_are_shown_where_the_terminal_has_no_width():
+    found = shell("linearize plan nothing.yaml", COLUMNS="0")
+    assert (found.returncode, found.stderr) == (2, "error: nothing.yaml: there is no such file\n")
+
+
 def test_bars_of_transformers_are_off_even_where_it_was_imported_before(capfd):
     """With `python -m liger_convert.cli`, which torchrun starts in every process, it is imported before."""
     from transformers.utils import logging
