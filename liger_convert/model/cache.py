@@ -181,7 +181,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
-            raise RuntimeError("a linearized model's state cannot be rolled back; start again from the prompt")
+            raise RuntimeError(
+                "a linearized model's state cannot be rolled back; start again from the prompt. It cannot be the "
+                "assistant_model of assisted generation, which rolls back what was guessed wrong"
+            )
 
     def offload(self) -> None:
         self._map(lambda t: t.to("cpu", non_blocking=True))

@@ -128,6 +128,12 @@ def test_continuous_batching_is_refused_in_a_sentence() -> None:
         shared_model("llama", "gla").generate_batch([[5, 6, 7]])
 
 
+def test_a_linearized_model_as_an_assistant_is_refused_in_a_sentence() -> None:
+    base = AutoModelForCausalLM.from_pretrained(base_folder("llama"))
+    with pytest.raises(RuntimeError, match="It cannot be the assistant_model of assisted generation"):
+        base.generate(PROMPT[:1], **GREEDY, assistant_model=build("llama", type="gla", window=5))
+
+
 def test_a_cache_filled_by_the_base_is_refused() -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder("llama"))
     cache = base(PROMPT, use_cache=True).past_key_values
