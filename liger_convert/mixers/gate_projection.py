@@ -37,7 +37,7 @@ class GateProjection(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B,T,G,Y]: the projections to all gates, one after the other, in the dtype of the weights or of autocast."""
-        weight_GYC = torch.cat([self.get_parameter(f"{name}_GXC") for name in self.sizes], 1)
+        weight_GYC = torch.cat([getattr(self, f"{name}_GXC") for name in self.sizes], 1)
         projected_BTY = F.linear(x_BTC.to(weight_GYC.dtype), weight_GYC.flatten(0, 1))
         return projected_BTY.view(*x_BTC.shape[:2], *weight_GYC.shape[:2])
 

@@ -31,6 +31,18 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_all_of_them(model: 
         torch.testing.assert_close(plain[name], checkpointed_[name], rtol=1e-4, atol=1e-6)
 
 
+def test_other_tensors_may_stand_in_for_the_parameters(model: Any) -> None:
+    """They do in the replicas of `nn.DataParallel`, which `Trainer` uses on several GPUs, and in `functional_call`."""
+    model.train().zero_grad()
+    model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    tensors = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    inputs = {"labels": TOKENS, "use_cache": False}
+    torch.func.functional_call(model, tensors, (TOKENS,), inputs).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(tensors[name].grad, parameter.grad)
+    model.eval().zero_grad()
+
+
 def test_alignment_compares_with_the_bases_own_attention(model: Any) -> None:
     base = AutoModelForCausalLM.from_pretrained(
         base_folder(model.config.model_type.removeprefix("linearized_")), attn_implementation="eager"

@@ -200,16 +200,16 @@ class GatedMixer(LinearMixer):
         return self.spec.gate_bias
 
     def calibration(self) -> Calibration:
-        biases = tuple(self.get_parameter(f"{name}_bias_GF") for name in self.gates)
+        biases = tuple(getattr(self, f"{name}_bias_GF") for name in self.gates)
         return super().calibration()._replace(gate_biases=biases)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         for name in self.gates:
-            bias_GF = self.get_parameter(f"{name}_bias_GF")
+            bias_GF = getattr(self, f"{name}_bias_GF")
             init.constant_(bias_GF, self.first_bias(name))
             if self.spec.gate == "learned":
-                pool_GDF = self.get_parameter(f"{name}_pool_GDF")
+                pool_GDF = getattr(self, f"{name}_pool_GDF")
                 each_channel = torch.eye(self.dims.dim, dtype=pool_GDF.dtype, device=pool_GDF.device)
                 init.copy_(pool_GDF, pool_to(each_channel, bias_GF.shape[1]).expand_as(pool_GDF))
 
@@ -225,14 +225,14 @@ class GatedMixer(LinearMixer):
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
         """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""
-        k_BTGD, bias_GF = self.gate_key(inputs), self.get_parameter(f"{name}_bias_GF").float()
+        k_BTGD, bias_GF = self.gate_key(inputs), getattr(self, f"{name}_bias_GF").float()
         logits = bias_GF if self.spec.gate == "constant" else self.pooled_logits(k_BTGD, name) + bias_GF
         return self.plus_projection(logits, inputs, name).expand(*k_BTGD.shape[:2], *bias_GF.shape)
 
     def pooled_logits(self, k_BTGD: Tensor, name: str) -> Tensor:
         """What a gate that depends on the key makes of it, in float32, [B,T,G,F] or [B,T,G,1]."""
         if self.spec.gate == "learned":
-            pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
+            pool_GDF = getattr(self, f"{name}_pool_GDF").float()
             return torch.einsum("btgd,gdf->btgf", k_BTGD.float(), pool_GDF)
         return pool_to(k_BTGD, self.gates[name])
 

@@ -69,6 +69,7 @@ class GLA(GatedMixer):
     )
     Spec = GLASpec
     spec: GLASpec
+    gate_bias_GF: Tensor
     rescales = False
 
     def query_features(self, qkv: QKV) -> Tensor:
@@ -126,9 +127,7 @@ class GLA(GatedMixer):
             case "none":
                 return StepConfig(codes, None, weight)
             case "head" | "constant":
-                return StepConfig(
-                    codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), weight
-                )
+                return StepConfig(codes, Gate(spec.gate, self.gate_bias_GF, spec.gate_normalizer), weight)
         return None
 
     def pooled_logits(self, k_BTGD: Tensor, name: str) -> Tensor:
