@@ -9,8 +9,8 @@ import pytest
 import torch
 from promises import stepwise_logits
 from tiny import save_tiny_base, tiny_config
-from tiny_models import TOKENS, base_folder, linearization, logits
-from transformers import AutoModelForCausalLM
+from tiny_models import TOKENS, base_folder, build, linearization, logits
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_convert.io.checkpoint import Checkpoint
 from liger_convert.model.families import FAMILIES
@@ -71,6 +71,15 @@ def test_bfloat16_decodes_as_it_prefills(model: Any, tmp_path: Path) -> None:
 def test_a_config_of_another_format_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"linearization\.format is 3, but this code reads 2"):
         linearize_base(base_folder("llama"), linearization() | {"format": 3})
+
+
+def test_a_model_of_fewer_layers_names_its_mixers_anew(tmp_path: Path) -> None:
+    build("llama", type="gla", window=5).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"num_hidden_layers is 2, but linearization\.layers names 3 layers"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.num_hidden_layers, config.linearization["layers"] = 2, config.linearization["layers"][:2]
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path, config=config), TOKENS).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
