@@ -69,7 +69,12 @@ COMPANIONS = (
 )
 # What a forward pass returns is left in some configs by their training. It is no property of the model, and decoding
 # and measuring ask for nothing else than this.
-RETURNS = {"return_dict": True, "output_attentions": False, "output_router_logits": False}
+RETURNS = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+}
 JSON_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 LFS_MARK, LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # what git leaves in the place of a large file
 COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model has some 40 MB

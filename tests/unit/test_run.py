@@ -422,7 +422,8 @@ def test_an_error_inside_a_run_is_one_line_and_leaves_no_half_finished_step(
 def test_a_base_whose_config_asks_for_further_outputs_is_converted_and_measured_all_the_same(tmp_path, home):
     base = save_tiny_base("olmoe", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
-    asked = {"output_router_logits": True, "output_attentions": True, "return_dict": False}
+    asked = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), True)
+    asked["return_dict"] = False
     (base / "config.json").write_text(json.dumps(config | asked))
     out = str(tmp_path / "out")
     assert main.main(["run", "recipe.yaml", "--base", str(base), "--out", out, "--set", "when_worse=warn"]) == 0
