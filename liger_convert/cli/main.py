@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_libraries()
     stderr.quiet = not processes.is_first()
     if not stderr.width:  # COLUMNS=0, at which nothing would be shown, not even errors
-        del os.environ["COLUMNS"]
+        os.environ.pop("COLUMNS", None)
         stderr.width = 80
     # Must come before torch is imported. Threads that spin while they wait make training ten times slower on a busy
     # machine, but waking threads for every small op slows decoding down. 2,000 spins bridge most gaps between the ops

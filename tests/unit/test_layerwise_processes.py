@@ -35,6 +35,7 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 EVERY = {"steps": 3, "batch": 2, "accumulation": 2, "warmup_ratio": 0.0, "schedule": "constant"}
 LENGTHS = {"mixed_seq_lens": [{"seq_len": 16, "fraction": 0.5}], "ema_length": 0.3}
 ONE_TEXT = {"concat_documents": True}
+ULP = 2**-24  # of float32: changes that are nearer, as fractions of what was learned, are the same
 HIDDEN = {"hidden-0", "hidden-1", "hidden-2"}
 ALIKE = ("steps", "tokens", "epochs", "trained_parameters", "loss", "align_error", "files")
 
@@ -109,11 +110,11 @@ def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
     whole = learned(tmp_path / "one/split")
     rounding = distance(learned(tmp_path / "one/rows"), whole)
     assert 0 < rounding < 1e-7
-    assert distance(learned(tmp_path / "split"), whole) < 10 * rounding
+    assert distance(learned(tmp_path / "split"), whole) < max(10 * rounding, ULP)
     for key in ("before", "after"):
         assert found["split"]["align_error"][key] == pytest.approx(want["align_error"][key], rel=1e-5)
     assert losses(found["split"]) == pytest.approx(losses(want), abs=2e-5)  # they are rounded to 5 digits
-    assert distance(learned(tmp_path / "apart"), whole) > 1000 * rounding
+    assert distance(learned(tmp_path / "apart"), whole) > max(1000 * rounding, 100 * ULP)
 
 
 @pytest.mark.slow
@@ -127,7 +128,7 @@ def test_a_spare_process_changes_neither_weights_nor_hidden_states(tmp_path: Pat
     whole = learned(tmp_path / "one")
     rounding = distance(learned(tmp_path / "rows"), whole)
     assert 0 < rounding < 1e-7
-    assert distance(learned(tmp_path / "three"), whole) < 10 * rounding
+    assert distance(learned(tmp_path / "three"), whole) < max(10 * rounding, ULP)
     assert losses(found) == pytest.approx(losses(want), abs=2e-5)
     assert found["files"] == {file: want["files"][file] for file in HIDDEN}
 
