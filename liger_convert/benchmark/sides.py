@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from liger_convert.model import LinearizedCacheLayer
+from liger_convert.model.cache import CACHE
 from liger_convert.model.decoding import Decoder
 
 Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
@@ -30,7 +31,7 @@ class Side(NamedTuple):
 
 def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
     """Reads a prompt [B,T] into the cache and returns the first token after it, [B,1]."""
-    logits = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = model(input_ids=ids_BT, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1].argmax(-1, keepdim=True)
 
 
@@ -48,7 +49,7 @@ def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor
     """Decodes `steps` tokens with the model's forward, see `greedy`."""
 
     def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
-        return model(input_ids=ids_B1, past_key_values=cache, use_cache=True)
+        return model(input_ids=ids_B1, **{CACHE: cache}, use_cache=True)
 
     return greedy(step, cache, token_B1, steps)
 
@@ -63,7 +64,7 @@ def decode_as_generated(model: Any) -> Decode:
 
     def steps_of(_: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
-            return decoder(input_ids=ids_B1, position_ids=at_B1, past_key_values=cache, use_cache=True)
+            return decoder(input_ids=ids_B1, position_ids=at_B1, **{CACHE: cache}, use_cache=True)
 
         return greedy(step, cache, token_B1, steps)
 
@@ -75,7 +76,7 @@ def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tup
     call = model.get_compiled_call(CompileConfig())
 
     def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
-        inputs = model.prepare_inputs_for_generation(ids_B1, past_key_values=cache, position_ids=at_B1, use_cache=True)
+        inputs = model.prepare_inputs_for_generation(ids_B1, **{CACHE: cache}, position_ids=at_B1, use_cache=True)
         return call(**inputs, logits_to_keep=1, return_dict=True)
 
     return greedy(step, cache, token_B1, steps)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from liger_convert.model.cache import StaticSoftmaxLayer
+from liger_convert.model.cache import CACHE, StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
 from liger_convert.model.decoding import ROOM, on_one_gpu, static_steps
 from liger_convert.model.placing import waits
@@ -102,7 +102,7 @@ class Sampler:
     def _logits(self, ids: Tensor, valid: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """[B,V]: the logits of the last token. valid: False for padding and for unused positions of the cache."""
         inputs = {"input_ids": ids, "attention_mask": valid.long(), "position_ids": positions}
-        return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return self.model(**inputs, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _draw(self, logits_BV: Tensor, drawn_B1: Tensor) -> Tensor:
         """[B,1]: tokens sampled by inverting the cumulative distribution at `drawn_B1`, which is uniform in [0, 1)."""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_convert.model.alignment import AlignTargets
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.configuration import linear_layers, linearized_config
 from liger_convert.model.modeling import (
     CLASSES,
     HEAD_CLASSES,
-    AlignTargets,
     new_state,
     set_branches,
     take_auxiliary_loss,

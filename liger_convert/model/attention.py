@@ -117,13 +117,15 @@ class LinearizedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Any, ...],
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """hidden_states [B,T,C] -> ([B,T,C], None).
 
-        `attention_mask` is ignored: it is for the softmax layers, and this layer uses `metadata`. Where the family's
+        `attention_mask` is ignored: it is for the softmax layers, and this layer uses `metadata`. `past_key_values` is
+        the name of `cache` in transformers before 5.24. Where the family's
         decoder layer does not pass extra arguments on, `metadata` is the third item of `position_embeddings`, after
         cos and sin (see `hand_on_metadata`). Raises ValueError when there is no metadata.
         """
@@ -133,7 +135,8 @@ class LinearizedAttention(nn.Module):
             raise ValueError("a linearized layer is run by its model, which passes it the batch's metadata")
         hidden_states = metadata.ordered(hidden_states)
         angles = metadata.ordered(position_embeddings[0]), metadata.ordered(position_embeddings[1])
-        past = metadata.past if past_key_values is None else past_key_values.layers[self.layer_idx]
+        cache = past_key_values if cache is None else cache
+        past = metadata.past if cache is None else cache.layers[self.layer_idx]
         if past is not None and past.static and past.fused:
             step_inputs = self.prepare_step(hidden_states, angles, metadata, past)
             o_BTHD = self.mixer("decode_step", step_inputs, past.step_cache())

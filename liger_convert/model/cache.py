@@ -15,11 +15,15 @@ import torch
 from gated_kernels.fused_step.arguments import StepCache
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_convert.mixers import SOFTMAX
 from liger_convert.mixers.base import Mixer
 from liger_convert.mixers.fused_step import step_cache
 from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, WindowMetadata, take_tokens
+
+# transformers' name for a cache, among the arguments of a model and the fields of its output: `cache` since 5.24
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -305,6 +309,17 @@ class StaticSoftmaxLayer(DynamicLayer):
         held = slice(start, self.length)
         self.dynamic.keys, self.dynamic.values = (t[:, :, held].clone() for t in (self.keys, self.values))
         return self.dynamic
+
+
+def one_cache(cache: Any, past_key_values: Any, layers: list[str]) -> Any:
+    """The cache of a forward, which may be given by either of its names. layers: as for `adopt_cache`.
+
+    Raises ValueError for two caches.
+    """
+    if cache is None or past_key_values is None or cache is past_key_values:
+        return past_key_values if cache is None else cache
+    adopt_cache(past_key_values, layers)  # refuses that of prefix tuning, which PEFT 0.21 adds to the one of `generate`
+    raise ValueError("`cache` and `past_key_values` are names of one argument, but two caches were given; pass one")
 
 
 def adopt_cache(cache: Any, layers: list[str]) -> None:

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from liger_convert.mixers import SOFTMAX, make_spec
-from liger_convert.model.cache import LinearizedCacheLayer, StaticSoftmaxLayer
+from liger_convert.model.cache import CACHE, LinearizedCacheLayer, StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
 from liger_convert.model.fused_modules import with_forwards
 from liger_convert.model.fused_norms import fused_norms
@@ -32,8 +32,9 @@ from liger_convert.model.sequence import SequenceMetadata
 logger = logging.get_logger(__name__)
 
 ROOM = 256  # softmax layers grow by this many tokens: they attend over their full capacity; each growth recaptures
-NEEDED = {"input_ids", "position_ids", "past_key_values"}
-HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep"}  # a step honors or may ignore these
+NEEDED = {"input_ids", "position_ids", CACHE}
+# a step honors or may ignore these; the last is an older name of the cache, see `prepare_inputs_for_generation`
+HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep", "past_key_values"}
 
 # ids [B,1], positions [B or 1,1], softmax mask [B,S] or None -> logits
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -58,7 +59,7 @@ class Decoder:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's forward: same inputs and outputs."""
-        cache, mask_BS = inputs.get("past_key_values"), inputs.get("attention_mask")
+        cache, mask_BS = inputs.get(CACHE), inputs.get("attention_mask")
         if not (is_step := _is_step(inputs)) or _has_padding(mask_BS):
             self.cache = None
             if is_step:  # a row whose token is padding keeps its ring, but all rows' rings turn together
@@ -80,7 +81,7 @@ class Decoder:
         logits = self.step(*given)
         for layer in self._layers():
             layer.length = length + 1  # a graph replay runs no Python
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
     def _to_static(self, cache: Any) -> None:
         self.cache, self.linear, self.softmax, attentions = cache, [], [], []
@@ -108,7 +109,7 @@ class Decoder:
         with static_steps(self._layers()), with_forwards(self.fused), masks_without_copies():
             metadata = SequenceMetadata.build(ids_B1, positions_B1, None, self.linear[0].positions, static=True)
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
-            return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits
+            return self.model(**inputs, metadata=metadata, cache=self.cache, use_cache=True).logits
 
     def _layers(self) -> list[Any]:
         return [*self.linear, *self.softmax]
@@ -176,7 +177,7 @@ def _is_step(inputs: dict[str, Any]) -> bool:
     given = {name for name, value in inputs.items() if value is not None and value is not False}
     if not (NEEDED | {"use_cache"} <= given <= NEEDED | HARMLESS):
         return False
-    return inputs["input_ids"].shape[1] == 1 and inputs["past_key_values"].get_seq_length() > 0
+    return inputs["input_ids"].shape[1] == 1 and inputs[CACHE].get_seq_length() > 0
 
 
 def _has_padding(mask_BS: Tensor | None) -> bool:

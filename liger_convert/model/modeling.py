@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +25,9 @@ from transformers.utils import logging
 
 from liger_convert.mixers import build_mixer
 from liger_convert.mixers.base import Branches, Mixer
+from liger_convert.model.alignment import AlignOutput, AlignTargets, row_sizes
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, hand_on_metadata, head_dims
-from liger_convert.model.cache import adopt_cache, advance
+from liger_convert.model.cache import CACHE, adopt_cache, advance, one_cache
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.decoding import Decoder, why_plain
 from liger_convert.model.families import FAMILIES, family_of
@@ -40,27 +40,6 @@ from liger_convert.model.rotary import length_limit
 from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class AlignTargets:
-    """Inputs and outputs of the base's attention, per linearized layer.
-
-    It is a class because wrappers such as DDP and FSDP rebuild lists and dicts. hidden, outputs: [B,T,C] each.
-    position_embeddings: the base's, for these inputs.
-    """
-
-    layers: list[int]
-    hidden: list[Tensor]
-    outputs: list[Tensor]
-    position_embeddings: list[tuple[Tensor, Tensor]]
-
-
-@dataclass
-class AlignOutput(CausalLMOutputWithPast):
-    """`loss`: the mean over layers of the relative squared error; `layer_losses_L`: that of each layer."""
-
-    layer_losses_L: Tensor | None = None
 
 
 Inputs = dict[str, Tensor | None]
@@ -123,9 +102,10 @@ class LinearizedModel(LinearizedInit):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        past_key_values: Any = None,
         metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -134,15 +114,17 @@ class LinearizedModel(LinearizedInit):
         Packed documents are given by `position_ids` that restart (or by `cu_seq_lens_q` or `seq_idx`), without a mask
         and without a cache. use_cache=None then makes no cache, and use_cache=True raises ValueError.
 
-        metadata: precomputed by some callers; the mask then only concerns the softmax layers.
+        metadata: precomputed by some callers; the mask then only concerns the softmax layers. past_key_values: the name
+        of `cache` in transformers before 5.24.
         """
+        cache = one_cache(cache, past_key_values, self.config.linearization["layers"])
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("pass either input_ids or inputs_embeds")
         documents = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
         if any(told is not None for told in documents):
             position_ids = document_positions(given.shape[0], given.shape[1], position_ids, *documents)
-        if metadata is None and past_key_values is None:
+        if metadata is None and cache is None:
             cached = self.config.use_cache if use_cache is None else use_cache
             metadata = SequenceMetadata.build(given, position_ids, attention_mask, cached=cached)
             if use_cache and metadata.segment_ids_BT is not None:
@@ -150,46 +132,46 @@ class LinearizedModel(LinearizedInit):
         if use_cache is None:
             use_cache = self.config.use_cache and (metadata is None or metadata.segment_ids_BT is None)
         if self.training and self.gradient_checkpointing:
-            if past_key_values is not None:
+            if cache is not None:
                 raise ValueError(
                     "gradient checkpointing leaves a cache empty in training mode: call model.eval() before generate, "
                     "or pass use_cache=False"
                 )
             use_cache = False
-        if is_exporting() and (use_cache or past_key_values is not None):
+        if is_exporting() and (use_cache or cache is not None):
             raise ValueError("torch.export supports a linearized model only without its cache: pass use_cache=False")
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         linear = linear_layers(self.config)
         past = None
-        if past_key_values is not None:
-            adopt_cache(past_key_values, self.config.linearization["layers"])
-            past = past_key_values.layers[linear[0]] if linear else None
+        if cache is not None:
+            adopt_cache(cache, self.config.linearization["layers"])
+            past = cache.layers[linear[0]] if linear else None
         if metadata is None:
             metadata = SequenceMetadata.build(
                 given, position_ids, attention_mask, None if past is None else past.positions, cached=True
             )
         if position_ids is None:
-            start = past_key_values.get_seq_length() if past_key_values is not None else 0
+            start = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(given.shape[1], device=given.device) + start)[None]
         if past is None:
             prepare_metadata(self, metadata)
         if len(linear) == len(self.layers):
             # no layer uses the family's mask; a 4-D one keeps the family from building a [tokens, tokens] mask
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
-        with self.prompts.layers_for(self, past_key_values, metadata):
+        with self.prompts.layers_for(self, cache, metadata):
             output = super().forward(
                 input_ids=input_ids,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
                 metadata=metadata,
+                **{CACHE: cache},
                 **kwargs,
             )
         if past is not None:
-            pasts = [past_key_values.layers[i] for i in linear]
+            pasts = [cache.layers[i] for i in linear]
             windows = [
                 self.layers[i].self_attn.window_metadata(metadata.to(cached.device), cached)
                 for i, cached in zip(linear, pasts, strict=True)
@@ -233,10 +215,11 @@ class LinearizedForCausalLM(LinearizedInit):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: Any = None,
         align: AlignTargets | None = None,
         head_loss: HeadLoss | None = None,
         **kwargs: Any,
@@ -248,11 +231,14 @@ class LinearizedForCausalLM(LinearizedInit):
         logits and None where the head is not a plain linear layer. It is called inside forward, where wrappers have
         gathered the head's weights.
 
+        past_key_values: the name of `cache` in transformers before 5.24.
+
         `position_ids`, `logits_to_keep` and `labels` must be in the signature, because generation and `Trainer` inspect
         it. Without `position_ids`, rows of a padded batch would start at wrong positions. Without `logits_to_keep`, the
         logits of the whole prompt would be computed. Without `labels`, `Trainer` would drop the labels column and
         evaluate without a loss.
         """
+        cache = one_cache(cache, past_key_values, self.config.linearization["layers"])
         if align is not None:
             return self._align(align, position_ids, attention_mask, kwargs.get("metadata"))
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
@@ -265,16 +251,16 @@ class LinearizedForCausalLM(LinearizedInit):
                 states_BTX = self.model(**inputs, **kwargs).last_hidden_state
             return CausalLMOutputWithPast(loss=head_loss(states_BTX.flatten(0, 1), head))
         of_all_tokens = any(kwargs.get(name, getattr(self.config, name, False)) for name in OF_ALL_TOKENS)
-        options = {"past_key_values": past_key_values, "labels": labels, "logits_to_keep": logits_to_keep, **kwargs}
+        options = {CACHE: cache, "labels": labels, "logits_to_keep": logits_to_keep, **kwargs}
         chunk = None
-        if past_key_values is not None and not of_all_tokens and not torch.is_grad_enabled():
-            chunk = self._chunk(inputs, past_key_values, logits_to_keep)
+        if cache is not None and not of_all_tokens and not torch.is_grad_enabled():
+            chunk = self._chunk(inputs, cache, logits_to_keep)
         if chunk is None:
             if self.training:
                 self.model.prompts.forget()
             return super().forward(**inputs, **options)
-        with self.model.prompts.reading(self, past_key_values, chunk):
-            return super().forward(**self._read_ahead(inputs, past_key_values, chunk), **options)
+        with self.model.prompts.reading(self, cache, chunk):
+            return super().forward(**self._read_ahead(inputs, cache, chunk), **options)
 
     def _chunk(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> int | None:
         """The tokens of a chunk in which the inputs, a prompt, may be read; None if they must be read at once."""
@@ -303,7 +289,7 @@ class LinearizedForCausalLM(LinearizedInit):
 
         ends = range(tokens % chunk or chunk, tokens, chunk)  # the first chunk takes the remainder
         for start, end in zip((0, *ends), ends):
-            self.model(**part(start, end), past_key_values=cache, use_cache=True)
+            self.model(**part(start, end), cache=cache, use_cache=True)
         return part(tokens - chunk, tokens)
 
     def _align(
@@ -366,9 +352,17 @@ class LinearizedForCausalLM(LinearizedInit):
                 "model, whose cache is constant in size already; leave it out"
             )
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if model_kwargs.get("past_key_values") is not None:
-            adopt_cache(model_kwargs["past_key_values"], self.config.linearization["layers"])
+        if model_kwargs.get(CACHE) is not None:
+            adopt_cache(model_kwargs[CACHE], self.config.linearization["layers"])
         return prepared
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, with the cache by both of its names: by the new one alone, PEFT 0.21 does not find it, and
+        reads the virtual tokens of prompt tuning again at every step."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if CACHE in inputs:
+            inputs["past_key_values"] = inputs[CACHE]
+        return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses transformers' continuous batching, through which `generate_batch` and the cache "paged" go: it keeps
@@ -387,7 +381,7 @@ class LinearizedForCausalLM(LinearizedInit):
         """Whether `generate` calls the result of `get_compiled_call` instead of the model at every step."""
         if generation_config.disable_compile or generation_config.compile_config is not None:
             reason: str | None = "disable_compile or compile_config asks for it"
-        elif model_kwargs.get("past_key_values") is None:
+        elif model_kwargs.get(CACHE) is None:
             reason = "there is no cache"
         else:
             reason = why_plain(self)
@@ -399,12 +393,6 @@ class LinearizedForCausalLM(LinearizedInit):
     def get_compiled_call(self, compile_config: Any) -> Any:
         """A Decoder, which compiles nothing; `generate(disable_compile=True)` bypasses it."""
         return Decoder(self)
-
-
-def row_sizes(x_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
-    """[B]: the sum of squares of each row, in float32, without padding."""
-    size_BT = x_BTC.float().square().sum(-1)
-    return (size_BT if valid_BT is None else size_BT * valid_BT).sum(1)
 
 
 def prepare_metadata(backbone: Any, metadata: SequenceMetadata) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from liger_convert.model.attention import LinearizedAttention, hand_on_metadata
-from liger_convert.model.cache import LinearizedCacheLayer
+from liger_convert.model.cache import CACHE, LinearizedCacheLayer
 from liger_convert.model.cuda_graphs import SharedMemory, record, without_cached_casts, without_waiting
 from liger_convert.model.decoding import on_one_gpu, why_not_captured
 from liger_convert.model.fused_modules import Forward, with_forwards
@@ -42,7 +42,7 @@ logger = logging.get_logger(__name__)
 
 STEP = 256  # the first chunk is padded to a multiple of this
 MOST_ROWS = 8  # with more rows, running the kernels takes longer than launching them
-REPLACED = {"attention_mask", "position_ids", "past_key_values", "position_embeddings", "metadata", "use_cache"}
+REPLACED = {"attention_mask", "position_ids", CACHE, "position_embeddings", "metadata", "use_cache"}
 
 
 class Run(NamedTuple):
@@ -218,7 +218,7 @@ class PromptReader:
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             # another thread may run the model meanwhile, with a cache of its own
-            if self._failed is None and not args and kwargs.get("past_key_values") is cache:
+            if self._failed is None and not args and kwargs.get(CACHE) is cache:
                 try:
                     with torch.inference_mode(False), torch.no_grad(), without_cached_casts():
                         return self._layer(i, run, hidden_states, kwargs)
@@ -256,7 +256,7 @@ class PromptReader:
             embeddings: tuple[Any, ...] = chunks.angles[angles]
             if len(kwargs["position_embeddings"]) == 3:
                 embeddings = (*embeddings, chunks.metadata)
-            inputs = {**options, "position_embeddings": embeddings, "past_key_values": _Layers({i: past})}
+            inputs = {**options, "position_embeddings": embeddings, CACHE: _Layers({i: past})}
             if "metadata" in kwargs:
                 inputs["metadata"] = chunks.metadata
             with with_forwards(self._norms[i]):

@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import decoding, modeling
-from liger_convert.model.cache import StaticSoftmaxLayer
+from liger_convert.model.cache import CACHE, StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.decoding import Decoder
 from liger_convert.model.families import FAMILIES
@@ -106,7 +106,7 @@ def test_padding_among_the_steps_is_no_token(model: Any, in_place: bool) -> None
             model(TOKENS[:, :9], attention_mask=mask[:, :9], past_key_values=cache, use_cache=True)
             for i in range(9, 20):
                 inputs = {"input_ids": TOKENS[:, i : i + 1], "position_ids": positions[:, i : i + 1]}
-                out = step(**inputs, attention_mask=mask[:, : i + 1], past_key_values=cache, use_cache=True)
+                out = step(**inputs, attention_mask=mask[:, : i + 1], **{CACHE: cache}, use_cache=True)
                 logits.append(out.logits[:, 0])
         assert cache.get_seq_length() == 20
         found.append(torch.stack(logits, 1)[mask[:, 9:].bool()])
@@ -119,7 +119,7 @@ def test_no_step_in_place_moves_a_tensor_or_changes_a_shape() -> None:
     decoder = Decoder(model, in_place=True)
 
     def step(i: int) -> list[tuple[int, torch.Size]]:
-        decoder(input_ids=TOKENS[:, i : i + 1], position_ids=torch.tensor([[i]]), past_key_values=cache, use_cache=True)
+        decoder(input_ids=TOKENS[:, i : i + 1], position_ids=torch.tensor([[i]]), **{CACHE: cache}, use_cache=True)
         return [(tensor.data_ptr(), tensor.shape) for layer in cache.layers for tensor in layer.tensors()]
 
     with torch.no_grad():
@@ -137,7 +137,7 @@ def looks_of_a_step(model: Any) -> set[str]:
     cache, decoder = DynamicCache(), Decoder(model, in_place=True)
     with torch.no_grad():
         model(TOKENS[:, :2], past_key_values=cache, use_cache=True)
-        inputs = {"input_ids": TOKENS[:, 2:3], "position_ids": torch.tensor([[2]]), "past_key_values": cache}
+        inputs = {"input_ids": TOKENS[:, 2:3], "position_ids": torch.tensor([[2]]), CACHE: cache}
         decoder(**inputs, use_cache=True)
         given = TOKENS[:, 3:4], torch.tensor([[3]]), torch.ones(2, 256).long()
         with torch.profiler.profile() as profile:
