@@ -181,15 +181,16 @@ class ServedAttention(LinearizedAttention, MambaBase):
             attend_batch(self, self.pages, requests.batch, step, metadata, o_NHD)
 
 
+# torch reads the op's schema from these annotations, and looks their names up in the module of vLLM's decorator
 @eager_break_during_capture
 def attend(
-    x_1NC: Tensor,
-    q_1NHD: Tensor,
-    k_1NGD: Tensor,
-    v_1NGD: Tensor,
-    cos_1ND: Tensor,
-    sin_1ND: Tensor,
-    o_NHD: Tensor,
+    x_1NC: torch.Tensor,
+    q_1NHD: torch.Tensor,
+    k_1NGD: torch.Tensor,
+    v_1NGD: torch.Tensor,
+    cos_1ND: torch.Tensor,
+    sin_1ND: torch.Tensor,
+    o_NHD: torch.Tensor,
     layer: str,
 ) -> None:
     """The op `ATTEND`: `ServedAttention.attend` of the layer of this name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,3 +55,11 @@ def test_a_forward_without_requests(layers: list[str], tmp_path: Path, monkeypat
         assert not output.any()
         assert served.pages.pages.equal(before)
         assert len(calls) == once
+
+
+def test_the_op_is_defined_where_vllms_decorator_wraps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it always does since 0.33. torch then looks up the names of types in the module of the decorator."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    code = "from liger_convert.serving import attention as a; print(a.attend.__globals__['__name__'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == ["vllm.compilation.breakable_cudagraph"], done.stderr
