@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from gated_kernels.common.tracing import is_exporting
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -356,6 +357,7 @@ class LinearizedForCausalLM(LinearizedInit):
             adopt_cache(model_kwargs[CACHE], self.config.linearization["layers"])
         return prepared
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, with the cache by both of its names: by the new one alone, PEFT 0.21 does not find it, and
         reads the virtual tokens of prompt tuning again at every step."""

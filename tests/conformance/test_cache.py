@@ -49,6 +49,16 @@ def test_a_bare_dynamic_cache_is_adopted(model: Any) -> None:
     assert [isinstance(layer, LinearizedCacheLayer) for layer in cache.layers] == [True, False, True]
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_taken_by_its_name_in_any_version_of_transformers(name: str) -> None:
+    model, cache = shared_model("llama", "gla"), DynamicCache()
+    parts = [logits(model, part, **{name: cache}, use_cache=True) for part in TOKENS.split(11, 1)]
+    assert_same_logits(torch.cat(parts, 1), logits(model, TOKENS))
+    assert cache.get_seq_length() == TOKENS.shape[1]
+    with pytest.raises(ValueError, match="two caches were given; pass one"):
+        logits(model, TOKENS, cache=cache, past_key_values=DynamicCache())
+
+
 def test_the_cache_of_a_linearized_layer_stops_growing(model: Any) -> None:
     if not model.model.layers[0].self_attn.spec.window:
         pytest.skip("a window of all tokens keeps them all")
