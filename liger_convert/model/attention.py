@@ -125,9 +125,9 @@ class LinearizedAttention(nn.Module):
         """hidden_states [B,T,C] -> ([B,T,C], None).
 
         `attention_mask` is ignored: it is for the softmax layers, and this layer uses `metadata`. `past_key_values` is
-        the name of `cache` in transformers before 5.24. Where the family's
-        decoder layer does not pass extra arguments on, `metadata` is the third item of `position_embeddings`, after
-        cos and sin (see `hand_on_metadata`). Raises ValueError when there is no metadata.
+        the name of `cache` in transformers before 5.24. Where the family's decoder layer does not pass extra arguments
+        on, `metadata` is the third item of `position_embeddings`, after cos and sin (see `hand_on_metadata`). Raises
+        ValueError when there is no metadata.
         """
         if metadata is None and len(position_embeddings) == 3:
             metadata = position_embeddings[2]
