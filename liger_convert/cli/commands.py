@@ -53,7 +53,7 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.disk_estimate import of_conversion
 from liger_convert.training.student import count_trained
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, counted
 from liger_convert.utils.progress import console, show_progress
 
 PYDOC = "pydoc"
@@ -253,7 +253,7 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     `out` is new, or with `resume` what an interrupted call left. Raises BadInput, LinearizeError.
     """
     if not 1 <= number <= len(recipe.stages):
-        raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
+        raise BadInput(f"--stage {number}: {recipe.name} has {counted(len(recipe.stages), 'stage')}, counted from 1")
     require_linearized(model)
     config = checkpoint.load_config(model)
     refuse_quantized(config, model, "train")

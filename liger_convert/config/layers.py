@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from liger_convert.config.fields import Index, Strict, Tokens, between, refuse, whole
 from liger_convert.config.names import LONG, MAIN, SOFTMAX
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, counted
 
 
 def _count_or_fraction(value: Any) -> Any:
@@ -185,7 +185,7 @@ def resolve_layers(
         resolved = _among_sliding(chosen, depth, sliding)
     else:
         if len(layers) != depth:
-            raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
+            raise BadInput(f"layers: names {counted(len(layers), 'layer')}, but the base has {depth}")
         _check_names(layers, names, "layers")
         resolved = list(layers)
     if all(name == SOFTMAX for name in resolved):

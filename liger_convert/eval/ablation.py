@@ -102,7 +102,8 @@ def diagnose(
             write_checked(kept[name], column)
             shutil.rmtree(_begun(keep, name), ignore_errors=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
-    reach = min(reaches(config.linearization), default=0)
+    memories = reaches(config.linearization)
+    reach = min(memories, default=0)
     lengths = measured.lengths(len(text_prefix(tokenizer)))
     beyond = {metric for metric, length in lengths.items() if length > context}
     within = {name: {m: value for m, value in models[name].items() if m not in beyond} for name in names}
@@ -117,7 +118,7 @@ def diagnose(
     return {
         "suite": suite.model_dump(mode="json"),
         "models": models,
-        "verdict": verdict(within, short, reach),
+        "verdict": verdict(within, short, reach, has_memory=bool(memories)),
         "continuations": texts,
         **({"notes": notes} if notes else {}),
     }

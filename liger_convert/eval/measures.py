@@ -71,10 +71,11 @@ def text_perplexity(
 
 
 def worse_than_frequencies(
-    perplexity: Measurement, tokenizer: Any, documents: Sequence[Document], measure: TextMeasure
+    perplexity: Measurement, tokenizer: Any, documents: Sequence[Document], measure: TextMeasure, of: str | None = None
 ) -> str | None:
     """A sentence if a base's `perplexity`, of `text_perplexity` with these arguments, is above what the frequencies of
-    the scored tokens give without any context; else None. Then the base has little to give to a linearized model."""
+    the scored tokens give without any context; else None. Then the base has little to give to a linearized model. of:
+    what the sentence calls the text, if not by the measure's source."""
     ids = text_windows(tokenizer, documents, measure)[:, _first_scored(tokenizer, measure) :]
     share = ids.unique(return_counts=True)[1].double() / ids.numel()
     known, value = math.exp(-(share * share.log()).sum().item()), perplexity["value"]
@@ -82,7 +83,8 @@ def worse_than_frequencies(
         return None
     found = "not finite" if value is None else f"{value:.4g}"
     told = (
-        f"the base's perplexity on {KINDS[measure.source]} is {found}, where the frequencies of tokens give {known:.4g}"
+        f"the base's perplexity on {of or KINDS[measure.source]} is {found}, where the frequencies of tokens give "
+        f"{known:.4g}"
     )
     return f"{told}: its tokenizer or weights may be damaged, or it was made for other text"
 

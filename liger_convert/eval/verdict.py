@@ -24,10 +24,11 @@ Relation = Literal["worse", "better", "no different"]
 COPY_GAIN = 0.1
 TEXT_GAIN = 0.01
 LOSS_GAIN = math.log1p(TEXT_GAIN)
+NO_MEMORY = "THE MODEL HAS NO MEMORY: none of its linearized layers has one, so with its memory ablated it is the same."
 MEMORY_ABLATED, WHOLE, UNTRAINED, BASE = "memory_ablated", "linearized", "window_only_untrained", "base"
 
 
-def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict[str, Any]:
+def verdict(models: Models, short: Collection[str] = (), reach: int = 0, *, has_memory: bool = True) -> dict[str, Any]:
     """{"memory_used", "worse_than_untrained", "compared", "sentences"}: what the measures say about the memory.
 
     compared: three comparisons, each a dict from metric to "worse", "better" or "no different". `memory_ablated`
@@ -35,7 +36,8 @@ def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict
         the whole model with the untrained window and with the base. The metrics are the perplexities of text, the loss
         at the farthest positions, and the longest repetition. All of them are better when lower.
     memory_used: whether the model with its memory ablated is worse in any metric. None if all metrics are in `short`:
-        their texts are no longer than the `reach` tokens that a layer sees without its memory.
+        their texts are no longer than the `reach` tokens that a layer sees without its memory. Always False without
+        `has_memory`, the model's: whether any of its layers has a memory. The first sentences then say that none has.
     worse_than_untrained: whether the whole model is worse than the untrained window in any metric; the first sentence
         then says so. If text of two kinds is measured, the kind counts on which the model does worse. None without a
         base.
@@ -45,8 +47,9 @@ def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict
     """
     metrics = _compared(models[WHOLE])
     if not metrics:
-        sentences = ["Neither text nor repetitions within the base's context were measured: no verdict."]
-        return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
+        unknown = "Neither text nor repetitions within the base's context were measured: no verdict."
+        sentences, used = ([unknown], None) if has_memory else ([NO_MEMORY, unknown], False)
+        return {"memory_used": used, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
     pairs = {
         "memory_ablated": (MEMORY_ABLATED, WHOLE),
         "against_untrained": (WHOLE, UNTRAINED),
@@ -64,7 +67,10 @@ def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict
     listed = {name: _listed(models, *pairs[name], found) for name, found in told.items()}
     ablated = set(compared["memory_ablated"].values())
     was_read = not set(metrics) <= set(short)
+    used = "worse" in ablated if was_read else None
     sentences = [f"{_memory(ablated)} {listed['memory_ablated']}." if was_read else _never_read(reach)]
+    if not has_memory:
+        used, sentences = False, [NO_MEMORY]
     against: set[Relation] = set()
     if "against_untrained" in compared:
         against = set(told["against_untrained"].values())
@@ -75,7 +81,7 @@ def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict
     if "against_base" in compared:
         sentences.append(f"Against the base the model is {listed['against_base']}.")
     return {
-        "memory_used": "worse" in ablated if was_read else None,
+        "memory_used": used,
         "worse_than_untrained": "worse" in against if against else None,
         "compared": compared,
         "sentences": sentences,

@@ -146,14 +146,21 @@ def _require_config(path: Path) -> None:
         return
     if path.is_file() and (path.parent / "config.json").is_file():
         hint = f"; give the folder that contains it, {path.parent}"
-    elif (path / ADAPTER_CONFIG).is_file():
-        adapted = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
-        hint = f"; it is an adapter for {adapted}: merge the two (peft's merge_and_unload) and give the result"
+    elif adapter := _adapter_hint(path):
+        hint = adapter
     elif (path / "original").is_dir():
         hint = "; its folder original/ has another format, so download config.json, *.safetensors and the tokenizer"
     else:
         hint = _inner_hint(path)
     raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json{hint}")
+
+
+def _adapter_hint(folder: Path) -> str:
+    """Says what to do with `folder` if it holds an adapter instead of a model."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return ""
+    adapted = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return f"; it is an adapter for {adapted}: merge the two (peft's merge_and_unload) and give the result"
 
 
 def _inner_hint(folder: Path) -> str:
@@ -402,6 +409,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(folder) / "config.json"
+    if not path.exists() and (hint := _adapter_hint(Path(folder))):
+        raise BadInput(f"{folder}: is not a model folder with its config.json{hint}")
     if not path.exists() and (hint := _inner_hint(Path(folder))):
         raise BadInput(f"{path}: there is no such file{hint}")
     model_type = (raw := read_json(path)).get("model_type")

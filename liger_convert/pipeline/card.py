@@ -37,11 +37,13 @@ BODY = jinja2.Template(
     """\
 # {{ title }}, linearized
 
-{{ linear }} of the {{ layers }} attention layers
+{% if layers == 1 %}The only attention layer
+{%- else %}{{ "All" if linear == layers else linear ~ " of the" }} {{ layers }} attention layers{% endif %}
 {%- if base %} of [{{ base }}](https://huggingface.co/{{ base }}){% endif %}
 {{- " is" if linear == 1 else " are" }} replaced by {{ replacement }}
 {%- if constant %}: {{ "its" if linear == 1 else "their" }} cache has the same size at any length
-{%- if linear < layers %}, while the other layers keep their softmax attention{% endif %}{% endif %}.
+{%- if linear < layers %}, while the other
+{{- " layer keeps its" if layers - linear == 1 else " layers keep their" }} softmax attention{% endif %}{% endif %}.
 Made by liger-convert {{ version }}.
 
 ```python

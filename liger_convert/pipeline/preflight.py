@@ -34,7 +34,7 @@ from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, to
 from liger_convert.training import disk_estimate
 from liger_convert.training.student import refusal
 from liger_convert.utils.device import gpu_memory, gpus_for
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, counted
 from liger_convert.utils.progress import Report
 
 # Adam moves a weight by about the rate in each step. Float32 numbers near 1 are 6e-8 to 1.2e-7 apart: a step of less
@@ -360,7 +360,8 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
         if rate > HIGH_RATE:
             warnings.append(f"{at}: {rate:g} is high; it wipes out weights of the usual size in a few steps")
         if rate * stage.steps < LEAST_MOVE:
-            warnings.append(f"{at}: {stage.steps} steps of {rate:g} move no weight by more than {rate * stage.steps:g}")
+            moves = f"move{'s' * (stage.steps == 1)} no weight by more than {rate * stage.steps:g}"
+            warnings.append(f"{at}: {counted(stage.steps, 'step')} of {rate:g} {moves}")
     if warmup >= stage.steps:
         if stage.steps == 1:
             raise BadInput(

@@ -81,9 +81,17 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 
 {% endif %}
 {% if selection is defined and selection.path is defined %}
+{% if selection.path | length == 1 %}
+## Why this layer stayed softmax
+
+{% else %}
 ## Why these layers stayed softmax
 
-{% if selection.select is defined %}
+{% endif %}
+{% if selection.path | length == 1 %}
+It was chosen by {{ "gates between softmax and linear attention, one per layer, all trained together: its gate is the
+largest" if selection.select is defined else "measurement: it is the layer that helps most" }}.
+{% elif selection.select is defined %}
 They were chosen by gates between softmax and linear attention, one per layer, all trained together: largest first.
 {% else %}
 They were chosen by measurement: each is the layer that helps most, given those chosen before it.
@@ -112,10 +120,17 @@ itself.
 
 {% endif %}
 {% if selection is defined and selection.window_kl is defined %}
+{% if selection.long_windows | length == 1 %}
+## Why this layer has a longer window
+
+It was chosen by measurement: the divergence from the base is lowest with a window of {{ selection.long_window }} in
+this layer. The table shows it in nats per token, before any training.
+{% else %}
 ## Why these layers have a longer window
 
 They were chosen by measurement: the divergence from the base is lowest with a window of {{ selection.long_window }} in
 one of these layers. The table shows it in nats per token, before any training.
+{% endif %}
 
 | layers with this window | KL |
 |---|---:|
@@ -150,7 +165,7 @@ one of these layers. The table shows it in nats per token, before any training.
 
 {% endif %}
 {% if checks %}
-The model after each stage, on a little text of another kind and on a repetition of it:
+The model after each stage, on a little {{ checked_on | default("text of another kind") }} and on a repetition of it:
 
 |  | perplexity | loss on the repetition |
 |---|---:|---:|
@@ -229,7 +244,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         **results,
         "plan": plan,
         **({"selection": steps["select-layers"]["selection"]} if "select-layers" in steps else {}),
-        **({"check": steps["check"]["check"]} if "check" in steps.get("check", {}) else {}),
+        **{key: found for key, found in steps.get("check", {}).items() if key in ("check", "checked_on")},
         "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
         "reproduce": {
             "command": shlex.join(["linearize", "run", file, *options]),

@@ -1,7 +1,7 @@
 """How a run checks its own training: a quick measurement after each stage, and what follows if a stage did harm.
 
-It measures the perplexity of text of another kind than the training text, and the loss on a repeated text. What
-training on one kind of text costs shows there first. The base and the untrained window (the base with only window and
+It measures the perplexity of text of another kind than the training text, if there is some, and the loss on a repeated
+text. What training on one kind of text costs shows there first. The base and the untrained window (the base with only window and
 sinks in the layers that become linear) are measured once, before training.
 """
 
@@ -20,7 +20,7 @@ from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import weight_dtype
 from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity, worse_than_frequencies
 from liger_convert.eval.narrow import context_of
-from liger_convert.eval.suites import CopyMeasure, TextMeasure
+from liger_convert.eval.suites import KINDS, CopyMeasure, TextMeasure
 from liger_convert.eval.verdict import relation
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.io.tokenizer import text_prefix
@@ -74,8 +74,8 @@ SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
 
 @dataclass(frozen=True)
 class StageCheck:
-    """Measures the models of one run. documents: of another kind than the training text. window: that of the linear
-    layers, which texts are to leave."""
+    """Measures the models of one run. documents: what they are measured on. text: what sentences call that, by default
+    text of another kind than the training text. window: that of the linear layers, which texts are to leave."""
 
     base_dir: Path
     tokenizer: Any
@@ -83,6 +83,7 @@ class StageCheck:
     device: torch.device
     precision: str
     window: int
+    text: str = KINDS["other"]
 
     @property
     def size(self) -> Size:
@@ -95,7 +96,7 @@ class StageCheck:
         model = load_pretrained(self.base_dir, dtype=dtype)
         base, text = self._measure(model), text_measure(model, self.size)
         del model
-        if said := worse_than_frequencies(base[TEXT], self.tokenizer, self.documents, text):
+        if said := worse_than_frequencies(base[TEXT], self.tokenizer, self.documents, text, self.text):
             console.print(f"warning: {said}", markup=False, soft_wrap=True)
         window = linearize_base(self.base_dir, window_control(linearization), dtype=dtype)
         return {BASE: base, UNTRAINED: self._measure(window)}
@@ -146,10 +147,10 @@ def is_worse(measured: Measures, reference: Measures, base: Measures) -> bool:
     return bool(lost) and "better" not in found.values()
 
 
-def sentence(measured: Measures, before: Mapping[str, Measures]) -> str:
+def sentence(measured: Measures, before: Mapping[str, Measures], text: str = KINDS["other"]) -> str:
     """`perplexity of text of another kind 17.3 (base 16.9, …); loss on a repetition …`, with all earlier measures in
-    parentheses."""
-    names = {TEXT: "perplexity of text of another kind", COPY: "loss on a repetition"}
+    parentheses. text: what was measured on."""
+    names = {TEXT: f"perplexity of {text}", COPY: "loss on a repetition"}
     whose = {BASE: "base", UNTRAINED: "untrained window", MODEL: "before this stage"}
     parts = []
     for metric, name in names.items():
@@ -179,6 +180,7 @@ def train_checked(
     train: Callable[[float, Path], dict[str, Any]],
     check: Callable[[Path], dict[str, Any]],
     first: float = 1.0,
+    text: str = KINDS["other"],
 ) -> dict[str, Any]:
     """Trains the stage called `name` in `folder` and measures the result. If that is worse than before, does what the
     recipe's `when_worse` says. Returns facts for the manifest.
@@ -189,6 +191,7 @@ def train_checked(
     train: trains with this factor on the learning rates in that folder, and resumes where a killed call stopped.
     check: measures the model after the stage in that folder.
     first: the factor on the learning rates in the first attempt.
+    text: what sentences call the text that is measured on.
 
     The facts: those of the training, `check`, `rates` (the factor on the learning rates), `result` (the path of the
     weights in `folder`) and `kept` (whether the stage is kept). Raises LinearizeError if the stage made the model worse
@@ -208,21 +211,21 @@ def train_checked(
         result = "result" if attempt == 1 else f"{out.name}/result"
         facts |= {"check": measured, "rates": factor, "result": result, "kept": True}
         worse = not aligns and is_worse(measured, reference, before[BASE])
-        told = f"after {name}{f' at {factor:g} times its learning rates' * (factor != 1)}: {sentence(measured, before)}"
+        told = f"after {name}{f' at {factor:g} times its learning rates' * (factor != 1)}: {sentence(measured, before, text)}"
         console.print(f"{'WORSE ' * worse}{told}", markup=False, soft_wrap=True)
         if not worse or when_worse == "warn":
             return facts
     if when_worse == "stop":
-        raise LinearizeError(f"{name} made the model worse: {sentence(measured, before)}; {ADVICE}")
+        raise LinearizeError(f"{name} made the model worse: {sentence(measured, before, text)}; {ADVICE}")
     console.print(f"{name} is left out: the run continues with the model as it was before", markup=False)
     return facts | {"kept": False}
 
 
-def require_better(checked: Mapping[str, Measures]) -> None:
+def require_better(checked: Mapping[str, Measures], text: str = KINDS["other"]) -> None:
     """Raises LinearizeError if no stage was kept, or if the model ends up worse than the untrained window."""
     if MODEL not in checked:
         raise LinearizeError(f"no stage made the model better than it was untrained, so nothing is exported; {ADVICE}")
     if is_worse(checked[MODEL], checked[UNTRAINED], checked[BASE]):
         before = {name: checked[name] for name in (BASE, UNTRAINED)}
-        why = f"the model is worse than its untrained window: {sentence(checked[MODEL], before)}"
+        why = f"the model is worse than its untrained window: {sentence(checked[MODEL], before, text)}"
         raise LinearizeError(f"{why}; nothing is exported; {ADVICE}")

@@ -17,6 +17,7 @@ from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents, load_source, reference_documents
 from liger_convert.eval import ablation, suites
 from liger_convert.eval.narrow import context_of, narrow
+from liger_convert.eval.suites import KINDS
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
 from liger_convert.io.run_folder import RunFolder
@@ -279,7 +280,8 @@ class RunSteps:
 
     def _check_untrained(self, folder: Path) -> dict[str, Any]:
         try:
-            return {"check": self._stage_check.untrained(self._planned.linearization)}
+            checks = self._stage_check
+            return {"check": checks.untrained(self._planned.linearization), "checked_on": checks.text}
         except BadInput as error:  # for example a tokenizer that cannot read this text, which is no reason not to train
             console.print(f"warning: the stages are not checked: {error}", markup=False, soft_wrap=True)
             return {}
@@ -309,6 +311,7 @@ class RunSteps:
                 train=train,
                 check=check,
                 first=self._lowered(before),
+                text=self._checked_on,
             )
         else:
             facts = train(1.0, folder)
@@ -366,25 +369,33 @@ class RunSteps:
         """Whether stages are checked: the recipe wants it, and the base and the untrained window could be measured."""
         return self._wants_checks and "check" in self.manifest.steps["check"]
 
+    @property
+    def _checked_on(self) -> str:
+        """What the stages are checked on; missing in the manifests of early runs."""
+        return self.manifest.steps["check"].get("checked_on", KINDS["other"])
+
     @functools.cached_property
     def _stage_check(self) -> StageCheck:
+        documents, text = self._text_of_checks()
         return StageCheck(
             self._base_folder,
             self._tokenizer,
-            self._other_text(),
+            documents,
             self.device,
+            text=text,
             precision=self.recipe.precision,
             window=self._planned.linearization["mixers"][MAIN]["window"],
         )
 
-    def _other_text(self) -> list[Document]:
+    def _text_of_checks(self) -> tuple[list[Document], str]:
         """Text of another kind than the training text: Python's language reference. If a data source is Python's
-        documentation, it is text held out of the training data instead, if there is any."""
-        if any(isinstance(source, PydocSource) for source in self.recipe.data.values()):
-            for name, source in self.recipe.data.items():
-                if source.has_held_out and not isinstance(source, TeacherSource):
-                    return self.documents(name).held_out
-        return reference_documents(self._tokenizer)
+        documentation, it is text held out of the training data instead, if there is any. With it, what to call it."""
+        if not any(isinstance(source, PydocSource) for source in self.recipe.data.values()):
+            return reference_documents(self._tokenizer), KINDS["other"]
+        for name, source in self.recipe.data.items():
+            if source.has_held_out and not isinstance(source, TeacherSource):
+                return self.documents(name).held_out, KINDS["held_out"]
+        return reference_documents(self._tokenizer), "text of Python's language reference"
 
     def _kept(self, stages: Sequence[str]) -> list[str]:
         """Those of the finished `stages` that were kept."""
@@ -405,7 +416,7 @@ class RunSteps:
 
     def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:
         if self._checks and self.recipe.when_worse != "warn":
-            stage_check.require_better(self._checked(stages))
+            stage_check.require_better(self._checked(stages), self._checked_on)
         with show_progress("merge") as report:
             merge.merge_results(self.folder.step("convert") / "model", self._results(stages), folder / "model", report)
         return {}

@@ -8,7 +8,7 @@ import math
 from liger_convert.config.stages import Stage
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, counted
 
 
 def split_batch(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
@@ -57,9 +57,8 @@ def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:
     """The number of optimizer steps for the rows of a stage. Raises BadInput if it is 0."""
     steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
     if not steps:
-        raise BadInput(
-            f"{len(dataset)} rows of {dataset.seq_len} tokens are fewer than one optimizer step of this stage takes"
-        )
+        rows = f"{counted(len(dataset), 'row')} of {dataset.seq_len} tokens"
+        raise BadInput(f"{rows}: fewer than one optimizer step of this stage takes")
     return steps
 
 

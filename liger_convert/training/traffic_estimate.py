@@ -28,6 +28,7 @@ from liger_convert.model import MIXER_MODULE, head_dims, linear_layers, paramete
 from liger_convert.model.families import own_windows
 from liger_convert.training.batch_split import divides, sharing_groups, split_batch, whole_groups
 from liger_convert.utils.data_sheets import GPU_SPEEDS
+from liger_convert.utils.errors import counted
 
 # Assumptions of `plan`, bytes or operations a second. The peak is that of dense bf16 products, the same on an H100. The
 # links are those of each GPU in one direction: NVLink 4, and an InfiniBand adapter of 400 Gbit/s for each GPU.
@@ -244,7 +245,7 @@ class Traffic:
         spare = f"; {self.spare} of these {'is' if self.spare == 1 else 'are'} spare" if self.spare else ""
         return (
             f"computes {self.computed / 1e12:,.1f} TFLOP. Whole weights: {self._words('whole')}.{sharded} At most "
-            f"{self.sharing} GPUs can share its rows{spare}"
+            f"{counted(self.sharing, 'GPU')} can share its rows{spare}"
         )
 
     def _words(self, way: str, kept: str = "") -> str:

@@ -1,4 +1,5 @@
-"""The two kinds of expected errors. The command line turns them into one sentence and an exit code."""
+"""The two kinds of expected errors, which the command line turns into one sentence and an exit code; and words for
+that sentence."""
 
 from __future__ import annotations
 
@@ -44,6 +45,11 @@ def first_line(error: BaseException) -> str:
     """The first line of a library's error, for use in a message; the first two if the first one ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 layer` or `3,000 layers`: the number with the noun, which is given in the singular and takes an s."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:

@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any
 
 from liger_convert.utils import interrupts
-from liger_convert.utils.errors import BadInput, LinearizeError
+from liger_convert.utils.errors import BadInput, LinearizeError, counted
 
 POLL = 0.05  # seconds between polls of the store
 GRACE = 5.0  # seconds that a process has to end by itself after another one has failed
@@ -114,8 +114,8 @@ def join(cpu: bool) -> None:
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not cpu and here > torch.cuda.device_count():
-        seen = torch.cuda.device_count()
-        raise BadInput(f"{here} processes were started on a machine with {seen} GPUs; start one for each GPU at most")
+        seen = counted(torch.cuda.device_count(), "GPU")
+        raise BadInput(f"{here} processes were started on a machine with {seen}; start one for each GPU at most")
     try:
         store = _connect(f"torch/{_name_of_start(JOINING)}", default_pg_timeout)
     except TimeoutError as error:

@@ -84,13 +84,13 @@ def test_a_card_names_a_base_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFi
     assert "# mine, linearized" in card.text
     assert 'path = "me/mine"' in card.text
     assert "2 of the 3 attention layers of [org/base-1B]" in card.text
-    assert "while the other layers keep their softmax attention" in card.text
+    assert "while the other layer keeps its softmax attention" in card.text
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "3 of the 3 attention layers are replaced by a recurrent memory and a sliding window: their cache has"),
+        ([], "All 3 attention layers are replaced by a recurrent memory and a sliding window: their cache has"),
         (["--layers", "[softmax, main, softmax]"], "1 of the 3 attention layers is replaced by a recurrent memory and"),
         (["--mixer", "window"], "are replaced by a sliding window: their cache has the same size at any length.\n"),
         (["--mixer", "forgetting"], "are replaced by other attention over all tokens.\n"),

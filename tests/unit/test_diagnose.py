@@ -240,10 +240,11 @@ def test_without_its_base_a_model_is_measured_by_its_branches(base: Path, tmp_pa
     assert len(found["verdict"]["sentences"]) == 1
 
 
-def test_a_model_that_is_its_window_is_told_that_its_memory_is_unused(base: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_its_window_is_told_that_it_has_no_memory(base: Path, tmp_path: Path) -> None:
     found = diagnose(linearized(base, tmp_path, type="window"), base, SUITE, device=CPU, **OPTIONS)
     assert found["verdict"]["memory_used"] is False
-    assert "THE MEMORY IS UNUSED" in found["verdict"]["sentences"][0]
+    assert found["verdict"]["sentences"][0].startswith("THE MODEL HAS NO MEMORY: ")
+    assert found["models"]["memory_ablated"] == found["models"]["linearized"]
     assert "NO BETTER than the untrained base" in found["verdict"]["sentences"][1]
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from liger_convert.config.resources import recipe_path
 from liger_convert.eval.verdict import verdict
-from liger_convert.pipeline.pages.common import describe_layers
+from liger_convert.pipeline.pages.common import describe_layers, describe_sources
 from liger_convert.pipeline.report import build, cell, page, render, write_report
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -157,7 +157,7 @@ def test_layers_of_a_named_mixer_are_told_from_those_of_the_main_one() -> None:
     linearization["mixers"]["recall"] = linearization["mixers"]["main"]
     linearization["layers"] = ["main", "recall", "main", "softmax"]
     text = page(build(results(), named))
-    assert "2 became `gla` (window 64, 4 sinks) and 1 became `recall`: `gla` (window 64, 4 sinks) and 1 stayed" in text
+    assert "2 became `gla` (window 64, 4 sinks), 1 became `recall`: `gla` (window 64, 4 sinks) and 1 stayed" in text
 
 
 def test_a_report_of_a_run_that_chose_its_layers_shows_the_choice() -> None:
@@ -240,7 +240,7 @@ def test_a_model_that_was_measured_on_less_leaves_its_cells_empty() -> None:
     [
         (
             [None, 8, 8, None],
-            "1 became `gla` (window 64, 4 sinks) and 1 stayed softmax and 2 kept the base's own sliding",
+            "1 became `gla` (window 64, 4 sinks), 1 stayed softmax and 2 kept the base's own sliding window.",
         ),
         ([8, 8, 8, 8], "1 became `gla` (window 64, 4 sinks) and 3 stayed softmax."),
     ],
@@ -258,6 +258,13 @@ def test_a_report_says_so_if_all_layers_became_the_same() -> None:
     linearization = {"mixers": {"main": {"type": "gla", "window": 64, "sinks": 4}}, "layers": ["main", "main"]}
     said = describe_layers({"plan": {"linearization": linearization}, "base": "b"})
     assert said == "All 2 attention layers of `b` became `gla` (window 64, 4 sinks)."
+
+
+def test_of_one_layer_and_one_sink_a_report_speaks_in_the_singular() -> None:
+    linearization = {"mixers": {"main": {"type": "gla", "window": 64, "sinks": 1}}, "layers": ["main"]}
+    said = describe_layers({"plan": {"linearization": linearization}, "base": "b"})
+    assert said == "The only attention layer of `b` became `gla` (window 64, 1 sink)."
+    assert describe_sources({"text": {"fraction": 1, "epochs": 1}}) == "100 % text (read 1 time)"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,12 @@ def test_what_is_as_good_as_the_base_is_never_worse():
     assert is_worse(measures(21.0, 1.7), window, base)
 
 
+def test_text_that_is_not_of_another_kind_is_not_called_so() -> None:
+    before = {BASE: measures(16.0, 0.2), UNTRAINED: measures(18.0, 3.0)}
+    said = stage_check.sentence(measures(16.5, 0.9), before, "held-out text")
+    assert said.startswith("perplexity of held-out text 16.5 (base 16, untrained window 18); loss on")
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -95,6 +101,19 @@ def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path, caps
         assert done[name]["check"].keys() == {TEXT, COPY}
         assert done[name]["kept"]
     assert done["1-align"]["check"] != done["2-distill"]["check"]
+
+
+def test_a_run_on_pythons_documentation_is_checked_on_what_it_holds_out_and_says_so(home: Path, capsys) -> None:
+    """Its check would otherwise be on text that it trains on."""
+    pydoc = "data.text={source: pydoc, held_out: 0.1}"
+    assert run("--set", pydoc, "--set", "when_worse=warn") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "after 1-align: perplexity of held-out text " in said
+    assert "text of another kind is" not in said
+    assert steps(home)["check"]["checked_on"] == "held-out text"
+    for page in ("report.md", "report.html"):
+        text = " ".join((home / "out" / page).read_text().split())
+        assert "The model after each stage, on a little held-out text and on a repetition of it" in text
 
 
 @pytest.mark.parametrize(

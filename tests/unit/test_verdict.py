@@ -86,6 +86,19 @@ def test_texts_that_no_memory_is_read_in_say_nothing_of_the_memory() -> None:
     assert verdict(names, short={"text_ppl", "copy_nll_32"}, reach=260)["memory_used"] is False  # copy_nll_256 is long
 
 
+@pytest.mark.parametrize("ablated", [measured(20.0, 1.0), measured(30.0, 5.0), measured(10.0, 0.1)])
+def test_a_model_without_a_memory_is_never_said_to_use_one(ablated: dict[str, Any]) -> None:
+    whole, tasks = measured(20.0, 1.0), {"piqa/acc": {"value": 0.5, "stderr": 0.1, "n": 9}}
+    names = {"base": measured(19.0, 1.0), "window_only_untrained": whole, "linearized": whole}
+    found = verdict(names | {"memory_ablated": ablated}, short={*whole}, has_memory=False)
+    assert found["memory_used"] is False
+    assert found["sentences"][0].startswith("THE MODEL HAS NO MEMORY: ")
+    assert not [sentence for sentence in found["sentences"] if re.search("memory is used", sentence, re.IGNORECASE)]
+    unmeasured = verdict({"linearized": tasks, "memory_ablated": tasks}, has_memory=False)
+    assert unmeasured["memory_used"] is False
+    assert unmeasured["sentences"][0] == found["sentences"][0]
+
+
 def test_large_numbers_are_written_out() -> None:
     large = {"text_ppl": {"value": 713.81, "stderr": 156.57, "n": 4}}
     larger = {"text_ppl": {"value": 12345.6, "stderr": 1234.5, "n": 4}}

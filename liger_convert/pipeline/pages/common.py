@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.eval.suites import POSITIONS
 from liger_convert.eval.verdict import COPY_GAIN, LOSS_GAIN
+from liger_convert.utils.errors import counted
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -97,7 +98,8 @@ def stage_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Meas
 def describe_sources(sources: Mapping[str, Mapping[str, float]]) -> str:
     """`20 % chat (read 1.5 times), 80 % text (read 0.1 times)`: the tokens of a stage, by source."""
     return ", ".join(
-        f"{100 * read['fraction']:g} % {name} (read {read['epochs']:g} times)" for name, read in sources.items()
+        f"{100 * read['fraction']:g} % {name} (read {read['epochs']:g} time{'s' * (read['epochs'] != 1)})"
+        for name, read in sources.items()
     )
 
 
@@ -106,12 +108,12 @@ def describe_window(mixer: Mapping[str, Any]) -> str:
 
 
 def describe_layers(report: Mapping[str, Any]) -> str:
-    """`Of the 4 attention layers of …, 3 became … and 1 stayed softmax.`, in Markdown."""
+    """`Of the 4 attention layers of …, 2 became …, 1 became … and 1 stayed softmax.`, in Markdown."""
     linearization = report["plan"]["linearization"]
     layers = Counter(linearization["layers"])
     mixers = [
         f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
-        f"({describe_window(spec)}, {spec['sinks']} sinks)"
+        f"({describe_window(spec)}, {counted(spec['sinks'], 'sink')})"
         for name, spec in linearization["mixers"].items()
     ]
     windows = report["plan"].get("sliding_windows", [])  # missing in early reports
@@ -122,5 +124,7 @@ def describe_layers(report: Mapping[str, Any]) -> str:
     stayed += [f"{sliding} kept the base's own sliding window"] if sliding else []
     of_base = f"{layers.total()} attention layers of `{report['base']}`"
     if len(mixers) == 1 and not stayed:
-        return f"All {of_base} {mixers[0].partition(' ')[2]}."
-    return f"Of the {of_base}, {' and '.join([*mixers, *stayed])}."
+        all_of = f"All {of_base}" if layers.total() > 1 else f"The only attention layer of `{report['base']}`"
+        return f"{all_of} {mixers[0].partition(' ')[2]}."
+    *others, last = [*mixers, *stayed]
+    return f"Of the {of_base}, {', '.join(others)} and {last}."

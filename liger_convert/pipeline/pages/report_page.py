@@ -23,6 +23,7 @@ from liger_convert.pipeline.pages.common import (
     stage_checks,
 )
 from liger_convert.pipeline.pages.rendering import Column, render
+from liger_convert.utils.errors import counted
 
 CONTEXT = 32768  # tokens of the cache shown at the top of the page, or the base's context if that is shorter
 
@@ -72,9 +73,7 @@ def _glance(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The most important figures: (name, figure, what to compare it with)."""
     layers = report["plan"]["linearization"]["layers"]
     linear = sum(layer != SOFTMAX for layer in layers)
-    found = [
-        ("linear layers", f"{linear} of {len(layers)}", "the others stayed softmax" if linear < len(layers) else "")
-    ]
+    found = [("linear layers", f"{linear} of {len(layers)}", _rest(len(layers) - linear))]
     context = min(CONTEXT, report["plan"].get("context") or CONTEXT)
     if cache := report["plan"]["cache_bytes"].get(str(context)):
         ratio = f"{cache['base'] / cache['linearized']:.1f} times smaller than {decimal(cache['base'])}"
@@ -88,6 +87,12 @@ def _glance(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         others = [f"{title} {_plain(models[key].get(name))}" for key, title in _CONTROLS.items() if key in models]
         found.append((name, _plain(measured[name]), ", ".join(others)))
     return found
+
+
+def _rest(unchanged: int) -> str:
+    if unchanged <= 1:
+        return "the other one is unchanged" if unchanged else ""
+    return "the others are unchanged"
 
 
 _CONTROLS = {"base": "base", "window_only_untrained": "window only"}
@@ -162,7 +167,7 @@ def _layers(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(mixer: Mapping[str, Any]) -> str:
-    return f"{mixer['type']}, {describe_window(mixer)}, {mixer['sinks']} sinks"
+    return f"{mixer['type']}, {describe_window(mixer)}, {counted(mixer['sinks'], 'sink')}"
 
 
 def _align_errors(report: Mapping[str, Any], linear: list[int]) -> dict[int, tuple[float, float]]:
