@@ -156,11 +156,16 @@ def _require_config(path: Path) -> None:
 
 
 def _adapter_hint(folder: Path) -> str:
-    """Says what to do with `folder` if it holds an adapter instead of a model."""
+    """Says what to do with `folder` if it holds an adapter, or what `linearize train` wrote, instead of a model."""
+    if (folder / "begun.json").is_file() and (folder / "result").is_dir():
+        made = f"`linearize merge MODEL {folder} --out MERGED`"
+        return f"; it is what `linearize train` wrote: give what {made} makes of it"
     if not (folder / ADAPTER_CONFIG).is_file():
         return ""
-    adapted = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    return f"; it is an adapter for {adapted}: merge the two (peft's merge_and_unload) and give the result"
+    adapted, stage = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"), folder.resolve().parents[1:2]
+    own = [path for path in stage if (path / "begun.json").is_file()]
+    how = f"linearize merge {adapted} {own[0]} --out MERGED" if own else "peft's merge_and_unload"
+    return f"; it is an adapter for {adapted}: merge the two ({how}) and give the result"
 
 
 def _inner_hint(folder: Path) -> str:

@@ -1,8 +1,8 @@
 """How a run checks its own training: a quick measurement after each stage, and what follows if a stage did harm.
 
 It measures the perplexity of text of another kind than the training text, if there is some, and the loss on a repeated
-text. What training on one kind of text costs shows there first. The base and the untrained window (the base with only window and
-sinks in the layers that become linear) are measured once, before training.
+text. What training on one kind of text costs shows there first. The base and the untrained window (the base with only
+window and sinks in the layers that become linear) are measured once, before training.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def train_checked(
         result = "result" if attempt == 1 else f"{out.name}/result"
         facts |= {"check": measured, "rates": factor, "result": result, "kept": True}
         worse = not aligns and is_worse(measured, reference, before[BASE])
-        told = f"after {name}{f' at {factor:g} times its learning rates' * (factor != 1)}: {sentence(measured, before, text)}"
+        lowered = f" at {factor:g} times its learning rates" * (factor != 1)
+        told = f"after {name}{lowered}: {sentence(measured, before, text)}"
         console.print(f"{'WORSE ' * worse}{told}", markup=False, soft_wrap=True)
         if not worse or when_worse == "warn":
             return facts

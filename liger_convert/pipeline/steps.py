@@ -372,7 +372,7 @@ class RunSteps:
     @property
     def _checked_on(self) -> str:
         """What the stages are checked on; missing in the manifests of early runs."""
-        return self.manifest.steps["check"].get("checked_on", KINDS["other"])
+        return str(self.manifest.steps["check"].get("checked_on", KINDS["other"]))
 
     @functools.cached_property
     def _stage_check(self) -> StageCheck:

@@ -444,15 +444,6 @@ COMMANDS = [
         lambda w: ["train", *w.run()[1:], "--stage", "1", "--model", str(w.linearized("--mixer", "window"))],
     ),
     case("merge nothing", "base", lambda w: ["merge", str(w.linearized()), str(w.base), "--out", str(w.out)]),
-    case(
-        "adapter for export",
-        "it is an adapter for org/model: merge the two",
-        after(
-            remove("base/config.json"),
-            wrote("base/adapter_config.json", '{"base_model_name_or_path": "org/model"}'),
-            lambda w: ["export", str(w.base), str(w.out)],
-        ),
-    ),
     case("export a base", "is not a linearized model but a llama", lambda w: ["export", str(w.base), str(w.out)]),
     case("eval without the rows", "piqa.jsonl", lambda w: ["eval", str(w.base), "--data", str(w.folder)]),
     case("eval of nothing", "no such file or folder", lambda w: ["eval", "/nowhere/at/all"]),

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
 
+from liger_convert.cli import main
 from liger_convert.config.stages import FinetuneStage, LearningRates, Lora
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import pack
@@ -174,3 +175,26 @@ def test_an_adapter_of_an_end_that_is_tied_is_refused(tmp_path: Path) -> None:
     result = adapter(tmp_path / "result", tied, target_modules=["lm_head"])
     with pytest.raises(BadInput, match=r"changes lm_head.weight, which .*linearized does not store under this name"):
         merge_results(tmp_path / "linearized", [result], tmp_path / "merged")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["export", "out"]], ids=["generate", "export"])
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("adapter", "it is an adapter for org/m: merge the two (peft's merge_and_unload) and give the result"),
+        ("stage/result/adapter", "merge the two (linearize merge org/m {home}/stage --out MERGED) and give the result"),
+        ("stage", "it is what `linearize train` wrote: give what `linearize merge MODEL "),
+    ],
+)
+def test_what_is_not_merged_yet_is_refused_with_how_to_merge_it(
+    command: list[str], folder: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for adapter in ("adapter", "stage/result/adapter"):
+        (tmp_path / adapter).mkdir(parents=True)
+        (tmp_path / adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/m"}')
+    (tmp_path / "stage/begun.json").write_text("{}")
+    name, *words = command
+    given = [str(tmp_path / word) if word == "out" else word for word in words]
+    assert main.main([name, str(tmp_path / folder), *given]) == 2
+    assert says.format(home=tmp_path.resolve()) in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
