@@ -191,7 +191,9 @@ def bench(
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help="int8 or fp8: store the model's linear projections in 8 bits by torchao; not the base's."),
+        typer.Option(
+            help="int8 or fp8: store the model's linear projections, but not the base's, in 8 bits by torchao."
+        ),
     ] = None,
     attention: Annotated[
         str | None,

@@ -158,7 +158,7 @@ class TeacherSource(DataSource):
     """Name of another source under `data:`. The base continues the beginnings of documents from its training part;
     documents that are too short are left out. For a chat, the base gives the first response."""
     prompt_tokens: Count = 64
-    """With `prompts`, at most how many tokens of each document the base continues."""
+    """With `prompts`, the base continues the first tokens of each document, at most this many."""
 
     def spares(self, measured: DataSource) -> bool:
         return True  # what is sampled is not sampled again
