@@ -188,7 +188,7 @@ def test_a_report_without_training_choice_or_continuations_has_no_such_sections(
     bare = report(training=[], continuations=[])
     del bare["selection"], bare["plan"]["warnings"]
     text = Read(page(bare)).text
-    for heading in ("Training", "Continuations", "Why these layers", "Warning"):
+    for heading in ("Training", "Continuations", "Why these layers", "Why this layer", "Warning"):
         assert heading not in text
     assert "How to reproduce it" in text
 
