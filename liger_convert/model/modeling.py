@@ -404,10 +404,16 @@ def prepare_metadata(backbone: Any, metadata: SequenceMetadata) -> None:
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:
-    """Replaces the attention of the linearized layers in place. Raises ValueError for a config of another format."""
+    """Replaces the attention of the linearized layers in place. Raises ValueError for a config of another format, and
+    for one with another number of layers than it names mixers for, as where someone loads only the first layers."""
     if (given := config.linearization["format"]) != FORMAT:
         raise ValueError(
             f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use the code beside it"
+        )
+    if (count := config.num_hidden_layers) != (named := len(config.linearization["layers"])):
+        raise ValueError(
+            f"config.json: num_hidden_layers is {count}, but linearization.layers names {named} layers; "
+            "shorten or extend both alike"
         )
     backbone.prompts = PromptReader()
     for i in linear_layers(config):

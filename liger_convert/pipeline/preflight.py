@@ -121,7 +121,7 @@ def check_documents(
         for name in sorted(read)
         for said in _about_rows(documents(name), recipe.data[name].has_responses, unknown)
     ]
-    short: set[str] = set()
+    short, reach = set[str](), reaches(plan.linearization)
     for i, stage in enumerate(plan.recipe_stages):
         where, sizes = f"stages[{i}]", {name: _sizes(recipe, documents, name) for name in stage.sources}
         warnings += _about_repeats(stage, where, sizes)
@@ -132,7 +132,7 @@ def check_documents(
                 for name in stage.sources
                 if (share := _without_response(documents(name).train, stage.seq_len)) > SILENT
             ]
-        if not _trains_mixers(stage) or not (reach := reaches(plan.linearization)):
+        if not _trains_mixers(stage) or not reach:
             continue
         if not stage.concat_documents and not stage.copy_fraction:
             warnings += _about_reach(recipe, stage, where, sizes, plan)

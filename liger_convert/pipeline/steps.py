@@ -31,7 +31,7 @@ from liger_convert.training import merge
 from liger_convert.training.batch_split import sharing_groups, whole_groups
 from liger_convert.utils import processes
 from liger_convert.utils.device import gpu_memory, pick_device
-from liger_convert.utils.errors import BadInput
+from liger_convert.utils.errors import BadInput, counted
 from liger_convert.utils.progress import console, show_progress
 
 # the base and the linearized model continue these, for the report
@@ -322,7 +322,7 @@ class RunSteps:
         used = sharing_groups(stage, whole_groups(count, shards)) * shards
         if used < count:
             rows = stage.batch_size * stage.grad_accumulation
-            step = f"{self.recipe.stage_names[index]}: a step has {rows} row{'s' * (rows > 1)}"
+            step = f"{self.recipe.stage_names[index]}: a step has {counted(rows, 'row')}"
             note = f"note: {step}, for which {used} of the {count} processes suffice; the others do not make it faster"
             console.print(note, markup=False, soft_wrap=True)
 
